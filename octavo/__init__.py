@@ -1,0 +1,45 @@
+"""octavo: an LLM inference and serving engine. The public names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "octavo.llm",
+    "AsyncLLM": "octavo.llm",
+    "SamplingParams": "octavo.types",
+    "RequestOutput": "octavo.types",
+    "CompletionOutput": "octavo.types",
+    "FinishReason": "octavo.types",
+    "Logprob": "octavo.types",
+    "OctavoError": "octavo.types",
+    "ConfigError": "octavo.types",
+    "InvalidRequest": "octavo.types",
+    "QueueFull": "octavo.types",
+    "EngineDead": "octavo.types",
+}
+__all__ = [*_HOMES]
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM, AsyncLLM
+    from octavo.types import (
+        CompletionOutput,
+        ConfigError,
+        EngineDead,
+        FinishReason,
+        InvalidRequest,
+        Logprob,
+        OctavoError,
+        QueueFull,
+        RequestOutput,
+        SamplingParams,
+    )
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")

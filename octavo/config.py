@@ -1,0 +1,384 @@
+"""The configuration: every flag is a field here, and nothing else reads the environment.
+
+``cli.arguments`` builds the parser, its help and its defaults from the fields' metadata. A
+configuration is frozen; what is only known after loading (block count, EOS set, effective length)
+lives in ``EngineInfo`` (engine.messages).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from octavo.types import ConfigError
+
+GIB = 1 << 30
+
+
+def flag(default: Any, help: str, *names: str, group: str, **extra: Any) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    ``names`` are further spellings (``-tp``). ``extra`` may hold ``choices``, ``kind`` ("bool",
+    "int" with 32k / 32K spelling, "bytes", "float", "list", "json", "str"; derived from the type
+    when absent), ``metavar`` and ``top`` (shown by plain ``--help``).
+    """
+    metadata = {"help": help, "names": names, "group": group, **extra}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = flag(
+        "smollm2-135m",
+        "a local directory, a GGUF file, a hub id or a name from `octavo models`",
+        group="model",
+        positional=True,
+        top=True,
+    )
+    served_model_name: list[str] = flag(
+        [], "names clients may use; the first is the one reported", group="model", kind="list"
+    )
+    tokenizer: str | None = flag(
+        None, "tokenizer directory or file (default: the model's)", group="model"
+    )
+    skip_tokenizer_init: bool = flag(
+        False, "serve token ids only; no tokenizer is loaded", group="model"
+    )
+    dtype: str = flag(
+        "auto",
+        "numbers to compute with; auto: the checkpoint's, BF16 where the CPU has it, else FP32",
+        group="model",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        top=True,
+    )
+    max_model_len: int | None = flag(
+        None,
+        "prompt + output tokens; -1 or auto fits it to memory (32k, 32K)",
+        group="model",
+        kind="int_or_auto",
+        top=True,
+    )
+    load_format: str = flag(
+        "auto",
+        "how weights are read; dummy: random weights",
+        group="model",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    revision: str | None = flag(None, "hub revision (branch, tag or commit)", group="model")
+    trust_remote_code: bool = flag(
+        False, "refused: octavo never runs code from a checkpoint", group="model"
+    )
+    hf_overrides: dict[str, Any] = flag(
+        {}, "JSON merged over config.json", group="model", kind="json"
+    )
+    seed: int = flag(0, "server seed: unseeded requests derive theirs from it", group="model")
+    generation_config: str = flag(
+        "auto",
+        "auto: the checkpoint's sampling defaults; vllm or none: neutral ones",
+        group="model",
+    )
+    override_generation_config: dict[str, Any] = flag(
+        {}, "JSON over the sampling defaults", group="model", kind="json"
+    )
+    max_logprobs: int = flag(20, "most logprobs a request may ask for; -1: no cap", group="model")
+    deterministic: bool = flag(
+        False,
+        "batch-invariant logits: one row is computed the same way in any batch (slower)",
+        group="model",
+    )
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int | None = flag(
+        None, "tokens in a KV block (auto: 16 on CPU)", group="cache", kind="int_or_auto"
+    )
+    kv_cache_memory_bytes: int | None = flag(
+        None,
+        "exact KV cache size, e.g. 4GiB (CPU default: 40 %% of free memory, at most what "
+        "max-num-seqs requests of full length can use)",
+        group="cache",
+        kind="bytes",
+        top=True,
+    )
+    gpu_memory_utilization: float = flag(
+        0.92, "share of a GPU's memory this instance may use", group="cache"
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "numbers in the KV cache; auto: as dtype",
+        group="cache",
+        choices=("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+    )
+    num_gpu_blocks_override: int | None = flag(
+        None, "force the number of KV blocks (to test preemption)", group="cache"
+    )
+    enable_prefix_caching: bool = flag(True, "reuse KV blocks of equal prefixes", group="cache")
+    prefix_cache_scope: str = flag(
+        "auto",
+        "who shares cached blocks; auto: key with several API keys, else server",
+        group="cache",
+        choices=("auto", "key", "server"),
+    )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int | None = flag(
+        None, "cap on running requests (CPU: 128)", group="scheduler", top=True
+    )
+    max_num_batched_tokens: int | None = flag(
+        None, "token budget of one step (CPU: 2048)", group="scheduler"
+    )
+    enable_chunked_prefill: bool = flag(
+        True, "split long prompts over steps so that running requests go on", group="scheduler"
+    )
+    long_prefill_token_threshold: int = flag(
+        0, "most prompt tokens of one request per step; 0: no cap", group="scheduler"
+    )
+    scheduling_policy: str = flag(
+        "fcfs", "order of the waiting queue", group="scheduler", choices=("fcfs", "priority")
+    )
+    priority_ageing: float = flag(
+        0.0,
+        "seconds of waiting that raise a request by one priority level; 0: off",
+        group="scheduler",
+    )
+    max_num_queued_reqs: int | None = flag(
+        None, "most waiting requests (default 4 x max-num-seqs); beyond: 429", group="scheduler"
+    )
+    max_num_queued_tokens: int = flag(
+        1_000_000, "most waiting prompt tokens; beyond: 429", group="scheduler"
+    )
+    max_queue_wait: float = flag(
+        30.0, "refuse (429) when the predicted wait is longer, in seconds", group="scheduler"
+    )
+    async_scheduling: bool = flag(True, "build step N+1 while step N runs", group="scheduler")
+    step_deadline: float = flag(
+        30.0, "a step older than this many seconds ends its engine", group="scheduler"
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor_parallel_size: int = flag(1, "devices that share each layer", "-tp", group="parallel")
+    pipeline_parallel_size: int = flag(1, "stages of layers", "-pp", group="parallel")
+    data_parallel_size: int = flag(1, "engine replicas", "-dp", group="parallel")
+    distributed_executor_backend: str | None = flag(
+        None, "uni for one device, else mp or ray", group="parallel", choices=("uni", "mp", "ray")
+    )
+    cpu_threads: int | None = flag(
+        None, "compute threads (default: the cores this process may use)", group="parallel"
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All an engine needs to run; the server's own flags are in ``ServerConfig``."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    enforce_eager: bool = flag(False, "no CUDA graphs", group="model")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = flag(
+        "127.0.0.1", "address to listen on (0.0.0.0: all interfaces)", group="server", top=True
+    )
+    port: int = flag(
+        8000, "port, bound before the model loads; 0: any free one", group="server", top=True
+    )
+    uds: str | None = flag(None, "listen on this Unix socket instead", group="server")
+    api_key: list[str] = flag(
+        [],
+        "keys that guard every route but health (also OCTAVO_API_KEY, VLLM_API_KEY)",
+        group="server",
+        kind="list",
+        top=True,
+    )
+    chat_template: str | None = flag(
+        None, "Jinja template: a file or the text itself", group="server"
+    )
+    chat_template_content_format: str = flag(
+        "auto",
+        "how message contents reach the template",
+        group="server",
+        choices=("auto", "string", "openai"),
+    )
+    allow_special_tokens_in_content: bool = flag(
+        False, "let message text contain control tokens", group="server"
+    )
+    lenient: bool = flag(
+        False, "list unknown request fields as warnings instead of 400", group="server"
+    )
+    enable_log_requests: bool = flag(
+        False, "log each request's id, length and parameters", group="server"
+    )
+    disable_log_stats: bool = flag(False, "no stats line every 10 s", group="server")
+    uvicorn_log_level: str = flag(
+        "info",
+        "log level of the HTTP server",
+        group="server",
+        choices=("critical", "error", "warning", "info", "debug", "trace"),
+    )
+    disable_uvicorn_access_log: bool = flag(False, "no access log line per request", group="server")
+    root_path: str = flag("", "path prefix stripped by a proxy", group="server")
+    allowed_origins: list[str] = flag(["*"], "CORS origins", group="server", kind="list")
+    allowed_methods: list[str] = flag(["*"], "CORS methods", group="server", kind="list")
+    allowed_headers: list[str] = flag(["*"], "CORS headers", group="server", kind="list")
+    ssl_keyfile: str | None = flag(None, "TLS key", group="server")
+    ssl_certfile: str | None = flag(None, "TLS certificate", group="server")
+    ssl_ca_certs: str | None = flag(None, "TLS certificate authorities", group="server")
+    enable_request_id_headers: bool = flag(False, "X-Request-Id on every response", group="server")
+    enable_prompt_tokens_details: bool = flag(True, "report cached tokens in usage", group="server")
+    enable_force_include_usage: bool = flag(False, "usage in every stream", group="server")
+    drain_timeout: float = flag(
+        30.0, "seconds SIGTERM lets running requests finish", "--shutdown-timeout", group="server"
+    )
+
+
+def environment_api_keys() -> list[str]:
+    """Keys from OCTAVO_API_KEY and VLLM_API_KEY (each may hold several, comma-separated)."""
+    found = (os.environ.get(name, "") for name in ("OCTAVO_API_KEY", "VLLM_API_KEY"))
+    return [key.strip() for value in found for key in value.split(",") if key.strip()]
+
+
+def model_cache_dir() -> Path:
+    """Where ``octavo pull`` keeps models: $OCTAVO_CACHE, else $XDG_CACHE_HOME/octavo, else ~/.cache/octavo."""
+    explicit = os.environ.get("OCTAVO_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(explicit) if explicit else Path(base) / "octavo"
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity mask, limited by the cgroup's quota (v2 or v1)."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _cgroup_quota()
+    return max(1, min(cores, int(quota + 0.5) or 1)) if quota else cores
+
+
+def _cgroup_quota() -> float | None:
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        base = Path("/sys/fs/cgroup/cpu")
+        limit_us = int((base / "cpu.cfs_quota_us").read_text())
+        period_us = int((base / "cpu.cfs_period_us").read_text())
+        return limit_us / period_us if limit_us > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
+def available_memory() -> int:
+    """Bytes that can still be taken: MemAvailable, limited by the cgroup's memory limit."""
+    info = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(info["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass
+    return free
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """Environment of an engine process: one place decides thread pools."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def config_fields(config: type) -> list[Any]:
+    """The flag-bearing fields of one of the dataclasses above."""
+    return [f for f in fields(config) if f.metadata]
+
+
+# Flags of vLLM that a later version brings: parsed, then "not in this version" (exit 2).
+FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
+    "--quantization": "quantization",
+    "-q": "quantization",
+    "--quantization-fp8-dynamic": "quantization",
+    "--nnodes": "several nodes",
+    "-n": "several nodes",
+    "--node-rank": "several nodes",
+    "-r": "several nodes",
+    "--master-addr": "several nodes",
+    "--master-port": "several nodes",
+    "--headless": "several nodes",
+    "--data-parallel-backend": "several nodes",
+    "-dpb": "several nodes",
+    "--speculative-config": "speculative decoding",
+    "-sc": "speculative decoding",
+    "--spec-method": "speculative decoding",
+    "--spec-model": "speculative decoding",
+    "--spec-tokens": "speculative decoding",
+    "--speculative-model": "speculative decoding",
+    "--num-speculative-tokens": "speculative decoding",
+    "--enable-auto-tool-choice": "tool calls",
+    "--tool-call-parser": "tool calls",
+    "--reasoning-parser": "reasoning parsers",
+    "--structured-outputs-config": "structured output",
+    "--api-server-count": "several API processes",
+    "--otlp-traces-endpoint": "tracing",
+    "--middleware": "ASGI middleware",
+}
+
+# Flags vLLM removed, still in people's scripts: accepted, with one line that says what replaced them.
+RETIRED_FLAGS: dict[str, str] = {
+    "--swap-space": "preempted requests are recomputed, never swapped; nothing to set",
+    "--worker-use-ray": "use --distributed-executor-backend ray",
+    "--use-v2-block-manager": "there is one block pool; nothing to set",
+    "--num-lookahead-slots": "lookahead follows from speculative decoding; nothing to set",
+    "--guided-decoding-backend": "llguidance is the only backend; use --structured-outputs-config",
+    "--disable-frontend-multiprocessing": "use octavo.LLM for an engine in the same process",
+    "--disable-log-requests": "requests are not logged unless --enable-log-requests is given",
+    "--device": "the device is detected; nothing to set",
+    "--num-scheduler-steps": "steps overlap by default (--async-scheduling)",
+    "--preemption-mode": "preemption is always by recompute",
+    "--task": "the server offers what the model can do; nothing to set",
+    "--max-seq-len-to-capture": "CUDA graphs cover every length; --enforce-eager turns them off",
+    "--enable-reasoning": "use --reasoning-parser",
+    "--rope-scaling": "use --hf-overrides '{\"rope_scaling\": {…}}'",
+    "--rope-theta": "use --hf-overrides '{\"rope_theta\": …}'",
+}
+# Of the retired flags, those that took no value.
+RETIRED_SWITCHES = {
+    "--worker-use-ray",
+    "--use-v2-block-manager",
+    "--disable-frontend-multiprocessing",
+    "--disable-log-requests",
+    "--enable-reasoning",
+}
+
+
+def reject_unsupported(config: EngineConfig) -> None:
+    """Raises ConfigError for a value that parses but that this version cannot run."""
+    parallel = config.parallel
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(parallel, name)
+        if size != 1:
+            spelling = "--" + name.replace("_", "-")
+            raise ConfigError(f"{spelling} {size}: not in this version; use {spelling} 1")
+    if parallel.distributed_executor_backend not in (None, "uni"):
+        raise ConfigError(
+            f"--distributed-executor-backend {parallel.distributed_executor_backend}: not in this version"
+        )
+    if config.cache.kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "int8"):
+        raise ConfigError(
+            f"--kv-cache-dtype {config.cache.kv_cache_dtype}: not in this version; use auto"
+        )
+    if config.model.trust_remote_code:
+        raise ConfigError(
+            "--trust-remote-code: octavo never runs code from a checkpoint; drop the flag "
+            "(see `octavo models` for the supported families)"
+        )

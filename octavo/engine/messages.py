@@ -1,0 +1,206 @@
+"""The messages between an engine and its clients (ZMQ + msgpack, or plain calls in one process).
+
+A request is known by integer handles: choice i of a request with n choices has ``handle + i``.
+Times are ``time.monotonic()`` of the host. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from octavo.core.plan import Int32
+from octavo.types import FinishReason, RequestTimings, SamplingParams
+
+
+def pack_ids(ids: Any) -> bytes:
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(raw: bytes) -> Int32:
+    return np.frombuffer(raw, dtype="<i4")
+
+
+class Message(msgspec.Struct, tag=True):
+    """Root of the wire messages; the class name is the tag."""
+
+
+# ---- client -> engine ----
+
+
+class AddRequest(Message, tag=True):
+    """A validated request (engine.admission): lengths fit, ids are in the vocabulary."""
+
+    handle: int  # of choice 0
+    request_id: str
+    prompt_ids: bytes  # pack_ids
+    params: SamplingParams
+    max_tokens: int  # resolved: never None
+    arrival: float
+    priority: int = 0
+    salt: bytes = b""  # tenant's salt of the prefix cache
+    bad_words: list[list[int]] = []
+
+
+class Abort(Message, tag=True):
+    handles: list[int]
+
+
+class ResetPrefixCache(Message, tag=True):
+    call: int
+
+
+class Drain(Message, tag=True):
+    """Finish what runs; nothing new will come. The engine process ends after its last output."""
+
+
+# ---- engine -> client ----
+
+
+class Progress(Message, tag=True):
+    """A phase of start-up began, or moved on (fraction in 0..1, -1 unknown)."""
+
+    phase: str
+    fraction: float = -1.0
+
+
+class EngineInfo(msgspec.Struct):
+    """What was found while starting: the facts a configuration cannot hold."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    threads: int
+    vocab_size: int  # ids below this may be sent
+    max_model_len: int
+    eos_ids: list[int]
+    block_size: int
+    num_blocks: int
+    kv_cache_bytes: int
+    weight_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    implementations: dict[str, str]  # operation -> chosen version
+    startup_seconds: dict[str, float]  # phase -> seconds
+    reasons: dict[str, str]  # setting -> why it has the value it has, for those not asked for
+    default_sampling: dict[str, Any] = {}  # from generation_config.json
+
+
+class Ready(Message, tag=True):
+    info: EngineInfo
+
+
+class Started(msgspec.Struct, array_like=True):
+    """A request was scheduled for the first time."""
+
+    handle: int
+    time: float
+    num_cached_tokens: int
+
+
+class Finished(msgspec.Struct, array_like=True):
+    handle: int
+    reason: FinishReason
+    stop_reason: int | None  # the stop id; None for EOS
+    timings: RequestTimings
+    num_preemptions: int = 0
+    message: str = ""  # for FinishReason.ERROR
+
+
+class Rejected(msgspec.Struct, array_like=True):
+    """Refused at admission: nothing was computed."""
+
+    handle: int
+    message: str
+    param: str | None
+
+
+class TokenLogprobRow(msgspec.Struct, array_like=True):
+    """Of one token of one handle: the token first, then the most likely ones."""
+
+    handle: int
+    ids: list[int]
+    values: list[float]
+    rank: int
+
+
+class PromptLogprobRows(msgspec.Struct, array_like=True):
+    """Of prompt positions ``start`` .. of one handle; same columns as TokenLogprobRow."""
+
+    handle: int
+    start: int
+    ids: list[list[int]]
+    values: list[list[float]]
+    ranks: list[int]
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Live state and running totals after a step."""
+
+    time: float
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_free: int = 0
+    prefix_queries: int = 0  # tokens looked up, ever
+    prefix_hits: int = 0  # tokens found, ever
+    num_preemptions: int = 0
+    num_copies: int = 0  # copy-on-write block copies, ever
+    prompt_tokens: int = 0  # prompt tokens of started requests, ever
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+    step_tokens: int = 0  # tokens computed by this step
+    step_seconds: float = 0.0  # of this step
+    schedule_seconds: float = 0.0  # of this step: schedule + update
+    fragmentation: float = 0.0  # share of the used blocks' token places that hold no token
+
+
+class Outputs(Message, tag=True):
+    """All that one step gave to this client. tokens[i] belongs to handles[i], in order."""
+
+    stats: EngineStats
+    handles: bytes = b""  # int64
+    tokens: bytes = b""  # int32
+    started: list[Started] = []
+    finished: list[Finished] = []
+    rejected: list[Rejected] = []
+    logprobs: list[TokenLogprobRow] = []  # in the order of ``tokens``
+    prompt_logprobs: list[PromptLogprobRows] = []
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """(handle, token id) in drawing order."""
+        handles = np.frombuffer(self.handles, dtype="<i8").tolist()
+        return list(zip(handles, np.frombuffer(self.tokens, dtype="<i4").tolist()))
+
+
+class PrefixCacheReset(Message, tag=True):
+    call: int
+    success: bool
+
+
+class Failed(Message, tag=True):
+    """The engine cannot go on (or could not start). ``user_error``: fit to print as one line."""
+
+    message: str
+    user_error: bool = False
+
+
+class Heartbeat(Message, tag=True):
+    """Every 0.5 s from a thread of its own. ``step_age``: seconds the running step has taken."""
+
+    time: float
+    step: int
+    step_age: float
+
+
+ToEngine = AddRequest | Abort | ResetPrefixCache | Drain
+FromEngine = Progress | Ready | Outputs | PrefixCacheReset | Failed | Heartbeat
+
+encoder = msgspec.msgpack.Encoder()
+to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

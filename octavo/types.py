@@ -1,0 +1,191 @@
+"""Public data types and errors. Standard library only: importable everywhere, at no cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+
+class OctavoError(Exception):
+    """Root of every error octavo raises on purpose; its text is fit to be shown to a user."""
+
+
+class ConfigError(OctavoError):
+    """A flag, file or model cannot be used. The command line prints it in one line and exits 2."""
+
+
+class InvalidRequest(OctavoError):
+    """A request that cannot be served. ``param`` names the field at fault (HTTP 400)."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFull(OctavoError):
+    """The waiting queue is at its bound (HTTP 429). ``retry_after`` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDead(OctavoError):
+    """The engine is gone, hung, loading or draining (HTTP 503)."""
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"  # EOS, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the model's length
+    ABORT = "abort"  # the client left or cancelled
+    ERROR = "error"  # a failed step; the message is in the output
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How to draw tokens; names, defaults and order of application as in vLLM (docs/sampling.md).
+
+    ``temperature`` below 1e-5 is greedy. ``max_tokens`` None means all that fits. ``top_k`` 0 or -1
+    switches it off. ``seed`` None draws a seed from the server's seed and the request id.
+    ``logprobs`` k returns the drawn token and the k most likely; -1 means the whole vocabulary.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    bad_words: list[str] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.validate()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        return replace(self, **changes)
+
+    def validate(self) -> None:
+        """Raises InvalidRequest naming the first field that is out of range."""
+        _check(isinstance(self.n, int) and self.n >= 1, "n", self.n, "an integer of at least 1")
+        _range("temperature", self.temperature, 0.0, 2.0)
+        _range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or a positive integer")
+        _range("min_p", self.min_p, 0.0, 1.0)
+        _range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a finite number above 0",
+        )
+        if self.max_tokens is not None:
+            _check(self.max_tokens >= 0, "max_tokens", self.max_tokens, "at least 1")
+        _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens"
+            )
+        if self.seed is not None:
+            _check(-(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or value >= -1, name, value, "-1 (all), 0 or a positive integer")
+        if any(not text for text in self.stop):
+            raise InvalidRequest("stop holds an empty string", "stop")
+        if any(not text for text in self.bad_words):
+            raise InvalidRequest("bad_words holds an empty string", "bad_words")
+        for token, bias in (self.logit_bias or {}).items():
+            _range(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids is empty", "allowed_token_ids")
+
+
+def _check(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{name} is {value!r}; it must be {wanted}", name.partition("[")[0])
+
+
+def _range(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+    inside = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
+    bracket = "(" if open_low else "["
+    _check(inside, name, value, f"in {bracket}{low:g}, {high:g}]")
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of one candidate, its rank (1 = most likely) and its decoded text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# One entry per token: id -> Logprob; the drawn token is always among them.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """Seconds, on one monotonic clock of the host; -1.0 where the event has not happened."""
+
+    arrival: float = -1.0
+    first_scheduled: float = -1.0
+    first_token: float = -1.0
+    last_token: float = -1.0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n answers to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its n answers, as ``LLM.generate`` returns them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    timings: RequestTimings = field(default_factory=RequestTimings)
