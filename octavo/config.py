@@ -251,7 +251,7 @@ def environment_api_keys() -> list[str]:
 
 
 def model_cache_dir() -> Path:
-    """Where ``octavo pull`` keeps models: $OCTAVO_CACHE, else $XDG_CACHE_HOME/octavo, else ~/.cache/octavo."""
+    """Where ``octavo pull`` keeps models: $OCTAVO_CACHE, else octavo in the user's cache."""
     explicit = os.environ.get("OCTAVO_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(explicit) if explicit else Path(base) / "octavo"
@@ -333,7 +333,7 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--middleware": "ASGI middleware",
 }
 
-# Flags vLLM removed, still in people's scripts: accepted, with one line that says what replaced them.
+# Flags vLLM removed, still in people's scripts: accepted, and answered with what replaced them.
 RETIRED_FLAGS: dict[str, str] = {
     "--swap-space": "preempted requests are recomputed, never swapped; nothing to set",
     "--worker-use-ray": "use --distributed-executor-backend ray",
@@ -369,10 +369,9 @@ def reject_unsupported(config: EngineConfig) -> None:
         if size != 1:
             spelling = "--" + name.replace("_", "-")
             raise ConfigError(f"{spelling} {size}: not in this version; use {spelling} 1")
-    if parallel.distributed_executor_backend not in (None, "uni"):
-        raise ConfigError(
-            f"--distributed-executor-backend {parallel.distributed_executor_backend}: not in this version"
-        )
+    backend = parallel.distributed_executor_backend
+    if backend not in (None, "uni"):
+        raise ConfigError(f"--distributed-executor-backend {backend}: not in this version")
     if config.cache.kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "int8"):
         raise ConfigError(
             f"--kv-cache-dtype {config.cache.kv_cache_dtype}: not in this version; use auto"

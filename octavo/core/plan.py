@@ -1,7 +1,7 @@
 """StepPlan and StepResult: everything that passes between an engine and its workers.
 
-Both are columns, one entry per scheduled row. They are encoded in one way (``encode`` / ``decode``:
-a msgpack header, then raw little-endian buffers) for in-process replay files, shared memory and TCP.
+Both are columns, one entry per scheduled row. They are encoded in one way (``encode``, ``decode``:
+a msgpack header, then raw little-endian buffers) for replay files, shared memory and TCP.
 
 There are no phases: a row computes ``num_tokens[i]`` tokens of its request from position
 ``starts[i]`` on. The ids come from the slot's token history in the worker, where ``NewRequest``
