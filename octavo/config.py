@@ -7,14 +7,16 @@ lives in ``EngineInfo`` (engine.messages).
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.types import ConfigError
 
 GIB = 1 << 30
+C = TypeVar("C")
 
 
 def flag(default: Any, help: str, *names: str, group: str, **extra: Any) -> Any:
@@ -22,7 +24,8 @@ def flag(default: Any, help: str, *names: str, group: str, **extra: Any) -> Any:
 
     ``names`` are further spellings (``-tp``). ``extra`` may hold ``choices``, ``kind`` ("bool",
     "int" with 32k / 32K spelling, "bytes", "float", "list", "json", "str"; derived from the type
-    when absent), ``metavar`` and ``top`` (shown by plain ``--help``).
+    when absent), ``metavar``, ``top`` (shown by plain ``--help``), ``minimum`` and ``maximum``
+    (inclusive; checked by ``from_flags``) and ``later`` (values that a later version brings).
     """
     metadata = {"help": help, "names": names, "group": group, **extra}
     if isinstance(default, (list, dict)):
@@ -61,12 +64,14 @@ class ModelConfig:
         group="model",
         kind="int_or_auto",
         top=True,
+        minimum=1,
     )
     load_format: str = flag(
         "auto",
         "how weights are read; dummy: random weights",
         group="model",
         choices=("auto", "safetensors", "gguf", "dummy"),
+        later=("bitsandbytes",),
     )
     revision: str | None = flag(None, "hub revision (branch, tag or commit)", group="model")
     trust_remote_code: bool = flag(
@@ -84,7 +89,9 @@ class ModelConfig:
     override_generation_config: dict[str, Any] = flag(
         {}, "JSON over the sampling defaults", group="model", kind="json"
     )
-    max_logprobs: int = flag(20, "most logprobs a request may ask for; -1: no cap", group="model")
+    max_logprobs: int = flag(
+        20, "most logprobs a request may ask for; -1: no cap", group="model", minimum=-1
+    )
     deterministic: bool = flag(
         False,
         "batch-invariant logits: one row is computed the same way in any batch (slower)",
@@ -95,7 +102,11 @@ class ModelConfig:
 @dataclass(frozen=True)
 class CacheConfig:
     block_size: int | None = flag(
-        None, "tokens in a KV block (auto: 16 on CPU)", group="cache", kind="int_or_auto"
+        None,
+        "tokens in a KV block (auto: 16 on CPU)",
+        group="cache",
+        kind="int_or_auto",
+        minimum=1,
     )
     kv_cache_memory_bytes: int | None = flag(
         None,
@@ -104,18 +115,24 @@ class CacheConfig:
         group="cache",
         kind="bytes",
         top=True,
+        minimum=1,
     )
     gpu_memory_utilization: float = flag(
-        0.92, "share of a GPU's memory this instance may use", group="cache"
+        0.92,
+        "share of a GPU's memory this instance may use",
+        group="cache",
+        minimum=0.01,
+        maximum=1.0,
     )
     kv_cache_dtype: str = flag(
         "auto",
         "numbers in the KV cache; auto: as dtype",
         group="cache",
-        choices=("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+        choices=("auto", "bfloat16", "float16", "float32"),
+        later=("fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
     )
     num_gpu_blocks_override: int | None = flag(
-        None, "force the number of KV blocks (to test preemption)", group="cache"
+        None, "force the number of KV blocks (to test preemption)", group="cache", minimum=1
     )
     enable_prefix_caching: bool = flag(True, "reuse KV blocks of equal prefixes", group="cache")
     prefix_cache_scope: str = flag(
@@ -129,50 +146,66 @@ class CacheConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int | None = flag(
-        None, "cap on running requests (CPU: 128)", group="scheduler", top=True
+        None, "cap on running requests (CPU: 128)", group="scheduler", top=True, minimum=1
     )
     max_num_batched_tokens: int | None = flag(
-        None, "token budget of one step (CPU: 2048)", group="scheduler"
+        None, "token budget of one step (CPU: 2048)", group="scheduler", minimum=1
     )
     enable_chunked_prefill: bool = flag(
         True, "split long prompts over steps so that running requests go on", group="scheduler"
     )
     long_prefill_token_threshold: int = flag(
-        0, "most prompt tokens of one request per step; 0: no cap", group="scheduler"
+        0, "most prompt tokens of one request per step; 0: no cap", group="scheduler", minimum=0
     )
     scheduling_policy: str = flag(
-        "fcfs", "order of the waiting queue", group="scheduler", choices=("fcfs", "priority")
+        "fcfs",
+        "order of the waiting queue",
+        group="scheduler",
+        choices=("fcfs", "priority"),
+        later=("fair",),
     )
     priority_ageing: float = flag(
         0.0,
         "seconds of waiting that raise a request by one priority level; 0: off",
         group="scheduler",
+        minimum=0,
     )
     max_num_queued_reqs: int | None = flag(
-        None, "most waiting requests (default 4 x max-num-seqs); beyond: 429", group="scheduler"
+        None,
+        "most waiting requests (default 4 x max-num-seqs); beyond: 429",
+        group="scheduler",
+        minimum=0,
     )
     max_num_queued_tokens: int = flag(
-        1_000_000, "most waiting prompt tokens; beyond: 429", group="scheduler"
+        1_000_000, "most waiting prompt tokens; beyond: 429", group="scheduler", minimum=0
     )
     max_queue_wait: float = flag(
-        30.0, "refuse (429) when the predicted wait is longer, in seconds", group="scheduler"
+        30.0,
+        "refuse (429) when the predicted wait is longer, in seconds",
+        group="scheduler",
+        minimum=0,
     )
     async_scheduling: bool = flag(True, "build step N+1 while step N runs", group="scheduler")
     step_deadline: float = flag(
-        30.0, "a step older than this many seconds ends its engine", group="scheduler"
+        30.0, "a step older than this many seconds ends its engine", group="scheduler", minimum=0.1
     )
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tensor_parallel_size: int = flag(1, "devices that share each layer", "-tp", group="parallel")
-    pipeline_parallel_size: int = flag(1, "stages of layers", "-pp", group="parallel")
-    data_parallel_size: int = flag(1, "engine replicas", "-dp", group="parallel")
+    tensor_parallel_size: int = flag(
+        1, "devices that share each layer", "-tp", group="parallel", minimum=1
+    )
+    pipeline_parallel_size: int = flag(1, "stages of layers", "-pp", group="parallel", minimum=1)
+    data_parallel_size: int = flag(1, "engine replicas", "-dp", group="parallel", minimum=1)
     distributed_executor_backend: str | None = flag(
         None, "uni for one device, else mp or ray", group="parallel", choices=("uni", "mp", "ray")
     )
     cpu_threads: int | None = flag(
-        None, "compute threads (default: the cores this process may use)", group="parallel"
+        None,
+        "compute threads (default: the cores this process may use)",
+        group="parallel",
+        minimum=1,
     )
 
 
@@ -193,7 +226,12 @@ class ServerConfig:
         "127.0.0.1", "address to listen on (0.0.0.0: all interfaces)", group="server", top=True
     )
     port: int = flag(
-        8000, "port, bound before the model loads; 0: any free one", group="server", top=True
+        8000,
+        "port, bound before the model loads; 0: any free one",
+        group="server",
+        top=True,
+        minimum=0,
+        maximum=65535,
     )
     uds: str | None = flag(None, "listen on this Unix socket instead", group="server")
     api_key: list[str] = flag(
@@ -240,7 +278,11 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = flag(True, "report cached tokens in usage", group="server")
     enable_force_include_usage: bool = flag(False, "usage in every stream", group="server")
     drain_timeout: float = flag(
-        30.0, "seconds SIGTERM lets running requests finish", "--shutdown-timeout", group="server"
+        30.0,
+        "seconds SIGTERM lets running requests finish",
+        "--shutdown-timeout",
+        group="server",
+        minimum=0,
     )
 
 
@@ -298,9 +340,60 @@ def child_environment(threads: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
-def config_fields(config: type) -> list[Any]:
-    """The flag-bearing fields of one of the dataclasses above."""
-    return [f for f in fields(config) if f.metadata]
+def from_flags(config: type[C], values: dict[str, Any]) -> C:
+    """Builds ``config`` from flat ``{field name: value}``; nested configurations take their own.
+
+    Raises ConfigError for a name that is no field of it, and for a value out of its range.
+    """
+    known = {name for name, _ in flag_fields(config)}
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"no setting is called {name}{hint}")
+    return _from_flags(config, values)
+
+
+def _from_flags(config: type[C], values: dict[str, Any]) -> C:
+    own: dict[str, Any] = {}
+    for f in fields(config):  # type: ignore[arg-type]
+        if not f.metadata:
+            own[f.name] = _from_flags(_nested(f), values)
+        elif f.name in values:
+            _check_value(f, values[f.name])
+            own[f.name] = values[f.name]
+    return config(**own)
+
+
+def flag_fields(config: type) -> list[tuple[str, Any]]:
+    """(name, field) of every flag of ``config`` and of the configurations nested in it."""
+    found: list[tuple[str, Any]] = []
+    for f in fields(config):
+        found += [(f.name, f)] if f.metadata else flag_fields(_nested(f))
+    return found
+
+
+def _nested(f: Any) -> type:
+    """The configuration that a field without flag metadata holds."""
+    nested: type = f.default_factory
+    return nested
+
+
+def _check_value(f: Any, value: Any) -> None:
+    """Raises ConfigError when ``value`` is not one that the field can take."""
+    spelling = "--" + f.name.replace("_", "-")
+    if value in f.metadata.get("later", ()):
+        raise ConfigError(f"{spelling} {value}: not in this version")
+    choices = f.metadata.get("choices")
+    if choices and value is not None and value not in choices:
+        raise ConfigError(f"{spelling} {value}: choose from {', '.join(map(str, choices))}")
+    if value is None or isinstance(value, (str, list, dict)):
+        return
+    low, high = f.metadata.get("minimum"), f.metadata.get("maximum")
+    if low is not None and not value >= low:
+        raise ConfigError(f"{spelling} {value}: must be at least {low}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{spelling} {value}: must be at most {high}")
 
 
 # Flags of vLLM that a later version brings: parsed, then "not in this version" (exit 2).
@@ -372,10 +465,6 @@ def reject_unsupported(config: EngineConfig) -> None:
     backend = parallel.distributed_executor_backend
     if backend not in (None, "uni"):
         raise ConfigError(f"--distributed-executor-backend {backend}: not in this version")
-    if config.cache.kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "int8"):
-        raise ConfigError(
-            f"--kv-cache-dtype {config.cache.kv_cache_dtype}: not in this version; use auto"
-        )
     if config.model.trust_remote_code:
         raise ConfigError(
             "--trust-remote-code: octavo never runs code from a checkpoint; drop the flag "
