@@ -1,0 +1,50 @@
+"""Fixtures for all tests: the models of tests/fixtures/models.py and servers that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures import models, server
+from tests.fixtures.scripted import ScriptedModel, scripted_model
+
+
+@pytest.fixture(scope="session")
+def model_r() -> Path:
+    """R: random Llama, FP32 safetensors directory."""
+    return models.path("R")
+
+
+@pytest.fixture(scope="session")
+def model_g() -> Path:
+    """G: the demo model's GGUF file."""
+    return models.path("G")
+
+
+@pytest.fixture(scope="session")
+def model_s() -> ScriptedModel:
+    """S with two scripts: a word split over tokens, and characters split over tokens."""
+    return scripted_model(
+        "basic",
+        [
+            ["DEF", "G", "HI", "J", " and", " more", " text", "."],
+            [b"\xf0", b"\x9f", b"\x98", b"\x80", b" \xe2\x82", b"\xac\xc3", b"\xa9", "!"],
+        ],
+    )
+
+
+@pytest.fixture(scope="session")
+def server_r(model_r: Path) -> Iterator[server.Server]:
+    """A server of R that tests of one session share; it must be idle after each of them."""
+    with server.start(model_r, "--dtype", "float32", "--kv-cache-memory-bytes", "16MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def server_s(model_s: ScriptedModel) -> Iterator[server.Server]:
+    """A server of S, shared as ``server_r`` is."""
+    flags = ("--dtype", "float32", "--kv-cache-memory-bytes", "16MiB")
+    with server.start(model_s.path, *flags) as running:
+        yield running
