@@ -118,6 +118,9 @@ def encode(item: StepPlan | StepResult) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Inverse of ``encode``. Raises ValueError for another kind of message."""
     size = int.from_bytes(data[:4], "little")
+    name: str
+    lengths: list[int]
+    header: dict[str, Any]
     name, lengths, header = msgspec.msgpack.decode(data[4 : 4 + size])
     if name != kind.__name__:
         raise ValueError(f"expected an encoded {kind.__name__}, got {name}")

@@ -1,0 +1,116 @@
+"""PlanBuilder: collects one plan's rows, blocks and arrivals, then lays them out in columns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octavo.core.plan import PROMPT_LOGPROBS, SAMPLE, Int32, NewRequest, StepPlan
+from octavo.core.request import Request
+from octavo.core.running import Running
+
+
+def int32(values: object) -> Int32:
+    return np.array(values, dtype=np.int32)
+
+
+EMPTY = int32([])
+
+
+class PlanBuilder:
+    """One plan in the making. ``build`` marks its tokens as computed and its draws as coming."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._slots = EMPTY
+        self._counts = EMPTY
+        self._new_slots: list[int] = []
+        self._new_counts: list[int] = []
+        self._new: list[tuple[NewRequest, Int32]] = []
+        self._blocks: dict[int, tuple[int, list[int]]] = {}  # slot -> (table index, ids)
+        self._copies: list[tuple[int, int]] = []
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._slots) + len(self._new_slots)
+
+    def set_rows(self, slots: Int32, counts: Int32) -> None:
+        """The rows of requests that already run."""
+        self._slots, self._counts = slots, counts
+
+    def add_blocks(self, slot: int, index: int, blocks: list[int]) -> None:
+        """New entries of a slot's block table from ``index`` on."""
+        self._blocks[slot] = (index, blocks)
+
+    def drop_blocks(self, slot: int) -> None:
+        """The slot was preempted in this very plan."""
+        self._blocks.pop(slot, None)
+
+    def add_copy(self, source: int, destination: int) -> None:
+        self._copies.append((source, destination))
+
+    def add_request(self, request: Request, slot: int, count: int, min_stop_ids: list[int]) -> None:
+        """A request that takes a slot, with its first ``count`` tokens to compute."""
+        new = NewRequest(
+            slot, request.prompt_len, request.params, request.seed, min_stop_ids, request.bad_words
+        )
+        self._new.append((new, request.tokens))
+        self._new_slots.append(slot)
+        self._new_counts.append(count)
+        self.add_blocks(slot, 0, list(request.blocks))
+
+    def build(self, step: int, freed_slots: list[int]) -> StepPlan:
+        running = self._running
+        slots, counts = self._slots, self._counts
+        if self._new_slots:
+            slots = np.concatenate([slots, int32(self._new_slots)])
+            counts = np.concatenate([counts, int32(self._new_counts)])
+        starts = running.computed[slots]
+        ends = starts + counts
+        totals = running.total[slots]
+        draws = (ends == totals) & (totals < running.limit[slots])
+        running.computed[slots] = ends
+        running.total[slots] = totals + draws
+        flags = draws.astype(np.uint8) * SAMPLE
+        if running.prompt_logprob_slots:
+            self._flag_prompt_logprobs(flags, slots, starts)
+        block_starts, block_indptr, block_ids = self._block_columns(slots)
+        return StepPlan(
+            step=step,
+            slots=slots,
+            num_tokens=counts,
+            starts=starts,
+            flags=flags,
+            block_starts=block_starts,
+            block_indptr=block_indptr,
+            block_ids=block_ids,
+            freed_slots=int32(freed_slots),
+            copies=int32(self._copies).reshape(-1, 2),
+            new_requests=[new for new, _ in self._new],
+            new_indptr=int32(np.cumsum([0, *(len(ids) for _, ids in self._new)])),
+            new_token_ids=np.concatenate([ids for _, ids in self._new]) if self._new else EMPTY,
+        )
+
+    def _flag_prompt_logprobs(self, flags: np.ndarray, slots: Int32, starts: Int32) -> None:
+        for row, slot in enumerate(slots.tolist()):
+            if (
+                slot in self._running.prompt_logprob_slots
+                and starts[row] < self._running.at(slot).prompt_len - 1
+            ):
+                flags[row] |= PROMPT_LOGPROBS
+
+    def _block_columns(self, slots: Int32) -> tuple[Int32, Int32, Int32]:
+        block_starts = np.zeros(len(slots), dtype=np.int32)
+        indptr = np.zeros(len(slots) + 1, dtype=np.int32)
+        if not self._blocks:
+            return block_starts, indptr, EMPTY
+        ids: list[int] = []
+        row_of = np.full(len(self._running.requests), -1, dtype=np.int32)
+        row_of[slots] = np.arange(len(slots), dtype=np.int32)
+        rows = row_of[list(self._blocks)].tolist()
+        counts = np.zeros(len(slots), dtype=np.int32)
+        for row, (index, blocks) in sorted(zip(rows, self._blocks.values())):
+            block_starts[row] = index
+            counts[row] = len(blocks)
+            ids += blocks
+        np.cumsum(counts, out=indptr[1:])
+        return block_starts, indptr, int32(ids)

@@ -1,0 +1,116 @@
+"""Request: one sequence from arrival to its end, apart from what a slot holds while it runs."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+import numpy as np
+
+from octavo.core.block_pool import PrefixKeys
+from octavo.core.plan import Int32
+from octavo.types import FinishReason, RequestTimings, SamplingParams
+
+
+class State(Enum):
+    WAITING = "waiting"  # new, or preempted
+    RUNNING = "running"  # has a slot
+    FINISHED = "finished"
+
+
+class Request:
+    """One choice of a client's request.
+
+    ``tokens`` holds prompt and output ids while the request has no slot; while it runs, the slot's
+    row of ``Running.tokens`` does. ``max_len`` is prompt + max_tokens, never above the model's.
+    """
+
+    __slots__ = (
+        "arrival",
+        "awaited_key",
+        "bad_words",
+        "blocks",
+        "chain",
+        "finish_reason",
+        "handle",
+        "in_flight",
+        "max_len",
+        "message",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_registered",
+        "params",
+        "pending_keys",
+        "priority",
+        "prompt_len",
+        "request_id",
+        "seed",
+        "sequence",
+        "slot",
+        "state",
+        "stop_ids",
+        "stop_reason",
+        "timings",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        handle: int,
+        prompt_ids: Int32,
+        params: SamplingParams,
+        max_tokens: int,
+        *,
+        request_id: str = "",
+        seed: int = 0,
+        priority: int = 0,
+        arrival: float = 0.0,
+        chain: PrefixKeys,
+        bad_words: list[list[int]] | None = None,
+    ) -> None:
+        self.handle = handle
+        self.request_id = request_id or str(handle)
+        self.params = params
+        self.seed = seed
+        self.priority = priority
+        self.arrival = arrival
+        self.sequence = -1  # order of arrival, given by the scheduler
+        self.prompt_len = len(prompt_ids)
+        self.tokens = np.array(prompt_ids, dtype=np.int32)
+        self.max_len = self.prompt_len + max_tokens
+        self.bad_words = bad_words or []
+        self.stop_ids = frozenset(params.stop_token_ids)
+        self.chain = chain
+        self.blocks: list[int] = []
+        self.num_registered = 0  # blocks of the table whose content is in the pool's index
+        self.pending_keys: list[bytes] = []  # what this request is computing for others to wait on
+        self.awaited_key: bytes | None = None  # what a running request computes for this one
+        self.slot = -1
+        self.in_flight = 0  # results still to come for a preempted request
+        self.state = State.WAITING
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        self.timings = RequestTimings(arrival=arrival)
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.message = ""
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens known; exact only while the request has no slot."""
+        return len(self.tokens) - self.prompt_len
+
+    def append(self, token: int) -> None:
+        """A token drawn by a plan that was in flight when the request lost its slot."""
+        self.tokens = np.append(self.tokens, np.int32(token))
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self.state.value}, {len(self.tokens)}/{self.max_len})"
+
+
+def worst_case_blocks(prompt_len: int, max_tokens: int, n: int, block_size: int) -> int:
+    """Most blocks a request with n choices can need: its prompt's, and each choice's own."""
+    prompt_blocks = math.ceil(prompt_len / block_size)
+    if n == 1:
+        return math.ceil((prompt_len + max_tokens) / block_size)
+    return prompt_blocks + n * math.ceil((max_tokens + 1) / block_size)

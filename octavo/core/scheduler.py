@@ -1,0 +1,527 @@
+"""Scheduler: which tokens of which requests the next step computes.
+
+No phases: a request has tokens (``total``) and some of them computed (``computed``); a step
+computes some more of the difference. ``schedule`` builds a plan, ``update`` takes the result of the
+oldest plan in flight; several may be in flight (design rules of overlap, docs/scheduler.md). Knows
+no tensors, no time but the clock it is given, no device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from octavo.core.block_pool import BlockPool, PrefixMatch
+from octavo.core.events import Counters, Event, EventKind, EventSink, ignore
+from octavo.core.plan import Int32, StepPlan, StepResult
+from octavo.core.plan_builder import PlanBuilder, int32
+from octavo.core.prefix import PrefixIndex
+from octavo.core.queue import OrderKey, WaitingQueue, fcfs_key
+from octavo.core.request import Request, State, worst_case_blocks
+from octavo.core.running import Bools, Running
+from octavo.types import FinishReason, InvalidRequest
+
+# A prompt chunk beside decoding rows is never cut below this many tokens.
+MIN_CHUNK = 128
+
+
+class StepCost(Protocol):
+    """What steps cost, as measured by the engine; passed in, like the clock."""
+
+    def chunk_limit(self, num_decode_rows: int) -> int:
+        """Most prompt tokens that keep a step with so many decoding rows under twice its time."""
+
+
+class NoLimit:
+    """The cost table of someone who has measured nothing."""
+
+    def chunk_limit(self, num_decode_rows: int) -> int:
+        return np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The scheduler's settings, all resolved."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    chunked_prefill: bool = True
+    long_prefill_threshold: int = 0  # 0: no cap
+    max_in_flight: int = 2
+
+
+@dataclass(slots=True)
+class Issued:
+    """A plan in flight: what is needed to match its result without looking at today's slots."""
+
+    plan: StepPlan
+    epochs: np.ndarray  # [n] of each row's slot when it was issued
+    orphans: dict[int, Request] = field(default_factory=dict)  # row -> preempted since
+
+
+@dataclass(slots=True)
+class Update:
+    """What a step's result changed."""
+
+    plan: StepPlan
+    rows: Int32  # [m] rows that drew a token for a live request
+    handles: np.ndarray  # int64 [m]
+    tokens: Int32  # [m]
+    finished: list[Request]
+    row_handles: dict[int, int]  # handle of each row with prompt log-probabilities
+
+
+class Scheduler:
+    """Owns the waiting queue, the running slots and the block pool of one engine."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        pool: BlockPool,
+        *,
+        eos_ids: list[int],
+        clock: Callable[[], float],
+        key: OrderKey = fcfs_key,
+        cost: StepCost | None = None,
+        on_event: EventSink = ignore,
+    ) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.prefix = PrefixIndex(pool)
+        self.waiting = WaitingQueue(key)
+        self.running = Running(limits.max_num_seqs, limits.max_model_len, key)
+        self.counters = Counters()
+        self.eos_ids = sorted(set(eos_ids))
+        self._clock = clock
+        self._cost = cost or NoLimit()
+        self._on_event = on_event
+        self._issued: deque[Issued] = deque()
+        self._freed_slots: list[int] = []
+        self._finished_early: list[Request] = []
+        self._step = 0
+        self._sequence = 0
+
+    # ---- arrivals and departures ----
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._issued)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(len(self.running) or len(self.waiting) or self._issued or self._finished_early)
+
+    def check_fits(self, prompt_len: int, max_tokens: int, n: int = 1) -> None:
+        """Raises InvalidRequest for what could never run, with the numbers."""
+        if prompt_len < 1:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if prompt_len + max_tokens > self.limits.max_model_len:
+            raise InvalidRequest(
+                f"prompt ({prompt_len} tokens) and max_tokens ({max_tokens}) together exceed the "
+                f"maximum length of {self.limits.max_model_len} tokens",
+                "max_tokens",
+            )
+        needed = worst_case_blocks(prompt_len, max_tokens, n, self.pool.block_size)
+        if needed > self.pool.num_blocks:
+            raise InvalidRequest(
+                f"the request may need {needed} KV blocks of {self.pool.block_size} tokens "
+                f"({prompt_len} prompt tokens, max_tokens {max_tokens}, n {n}), the whole cache "
+                f"has {self.pool.num_blocks}: lower max_tokens or n",
+                "max_tokens",
+            )
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises InvalidRequest if it could never run (``check_fits``)."""
+        self.check_fits(request.prompt_len, request.max_len - request.prompt_len)
+        request.sequence = self._sequence
+        self._sequence += 1
+        if request.max_len == request.prompt_len and (
+            request.params.prompt_logprobs is None or request.prompt_len == 1
+        ):
+            self._finish(request, FinishReason.LENGTH)  # nothing to compute: echo
+            self._finished_early.append(request)
+            return
+        self.waiting.push(request)
+
+    def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """Ends a request now, its blocks are free; results in flight for it are dropped. False if
+        it had ended before."""
+        if request.state is State.FINISHED:
+            return False
+        if request.state is State.RUNNING:
+            self._vacate(request.slot)
+        else:
+            self.waiting.remove(request)
+        self._finish(request, reason)
+        return True
+
+    def _finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | None = None
+    ) -> None:
+        request.state = State.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        self._emit(EventKind.FINISHED, request, len(request.tokens))
+
+    # ---- a plan ----
+
+    def schedule(self) -> StepPlan | None:
+        """The next plan, or None when nothing can run now. Marks its tokens as computed."""
+        if len(self._issued) >= self.limits.max_in_flight:
+            return None
+        builder = PlanBuilder(self.running)
+        rows, counts, budget, chunk_budget = self._share_budget()
+        if self._ensure_blocks(rows, counts, builder):
+            alive = np.isin(rows, self.running.order)
+            builder.set_rows(rows[alive], counts[alive])
+        else:
+            builder.set_rows(rows, counts)
+            self._admit(builder, budget, chunk_budget)
+        plan = self._issue(builder) if builder.num_rows else None
+        self.pool.end_plan()
+        return plan
+
+    def _issue(self, builder: PlanBuilder) -> StepPlan:
+        plan = builder.build(self._step, self._freed_slots)
+        self._freed_slots = []
+        self._step += 1
+        self.counters.steps += 1
+        self._issued.append(Issued(plan, self.running.epoch[plan.slots]))
+        self._advance(plan.slots)
+        return plan
+
+    def _share_budget(self) -> tuple[Int32, Int32, int, int]:
+        """(slots that run, tokens for each, budget left, prompt tokens left beside decoding)."""
+        running, limits = self.running, self.limits
+        order = running.order
+        need = np.minimum(running.total[order], running.limit[order] - 1) - running.computed[order]
+        order, need = order[need > 0], need[need > 0]
+        chunk_rows = np.nonzero(need > 1)[0]
+        num_decode = len(order) - len(chunk_rows)
+        budget = limits.max_num_batched_tokens - num_decode
+        chunk_budget = self._chunk_budget(num_decode)
+        for row in chunk_rows.tolist():
+            need[row] = count = self._chunk(int(need[row]), budget, chunk_budget)
+            budget -= count
+            chunk_budget -= count
+        if budget < 0:  # more decoding rows than the budget: first in line first
+            need[np.cumsum(need) > limits.max_num_batched_tokens] = 0
+        scheduled = need > 0
+        return order[scheduled], need[scheduled], budget, chunk_budget
+
+    def _chunk_budget(self, num_decode_rows: int) -> int:
+        if not num_decode_rows or not self.limits.chunked_prefill:
+            return int(np.iinfo(np.int32).max)
+        return max(MIN_CHUNK, self._cost.chunk_limit(num_decode_rows))
+
+    def _chunk(self, need: int, budget: int, chunk_budget: int) -> int:
+        """Tokens of ``need`` that a row may compute in this plan; 0: none."""
+        if not self.limits.chunked_prefill:
+            return need if need <= budget else 0
+        cap = self.limits.long_prefill_threshold or need
+        return max(0, min(need, cap, budget, chunk_budget))
+
+    def _ensure_blocks(self, rows: Int32, counts: Int32, builder: PlanBuilder) -> bool:
+        """Blocks for the rows that outgrow theirs; preempts from the end of the line when there
+        are none. True if it did."""
+        running, size = self.running, self.pool.block_size
+        ends = running.computed[rows] + counts
+        preempted = False
+        for row in np.nonzero(ends > running.capacity[rows])[0].tolist():
+            slot = int(rows[row])
+            request = running.requests[slot]
+            if request is None:
+                continue  # preempted a moment ago
+            missing = -(-int(ends[row]) // size) - len(request.blocks)
+            while self.pool.num_free < missing and running.requests[slot] is request:
+                victim = int(running.order[-1])
+                builder.drop_blocks(victim)
+                self._preempt(victim)
+                preempted = True
+            if running.requests[slot] is request:
+                blocks = self.pool.take(missing)
+                builder.add_blocks(slot, len(request.blocks), blocks)
+                request.blocks += blocks
+                running.capacity[slot] = len(request.blocks) * size
+        return preempted
+
+    def _preempt(self, slot: int) -> None:
+        """Recompute later: the request goes back to the queue with its tokens, without blocks."""
+        epoch = self.running.epoch[slot]
+        request = self._vacate(slot)
+        for issued in self._issued:
+            for row in np.nonzero(issued.plan.slots == slot)[0].tolist():
+                if issued.epochs[row] == epoch:
+                    issued.orphans[row] = request
+                    request.in_flight += 1
+        request.state = State.WAITING
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.push(request)
+        self._emit(EventKind.PREEMPTED, request, len(request.tokens))
+
+    def _vacate(self, slot: int, keep: bool = True) -> Request:
+        running = self.running
+        valid = min(int(running.computed[slot]), int(running.known[slot]))
+        request = running.vacate(slot)
+        self.prefix.leave(request, request.tokens[:valid], keep)
+        self._freed_slots.append(slot)
+        return request
+
+    def _advance(self, slots: Int32) -> None:
+        """Makes blocks findable that are full, computed by issued plans, and known by their ids."""
+        running, size = self.running, self.pool.block_size
+        valid = np.minimum(running.known[slots], running.computed[slots])
+        complete = valid - valid % size > running.registered[slots]
+        if running.entered:
+            complete |= np.isin(slots, list(running.entered)) & (valid == running.known[slots])
+        for row in np.nonzero(complete)[0].tolist():
+            slot = int(slots[row])
+            request = running.at(slot)
+            self.prefix.advance(request, running.tokens[slot, : valid[row]])
+            running.registered[slot] = request.num_registered * size
+            if valid[row] == running.known[slot]:
+                running.entered.discard(slot)
+
+    # ---- admission ----
+
+    def _admit(self, builder: PlanBuilder, budget: int, chunk_budget: int) -> None:
+        """Waiting requests in order, until budget, slots or blocks run out."""
+        for request in self.waiting:
+            if budget <= 0 or chunk_budget <= 0 or not self.running.has_free_slot:
+                return
+            if request.in_flight:
+                return  # preempted: first in line, but its last tokens are still being drawn
+            if self.prefix.must_wait(request):
+                continue
+            match = self.prefix.lookup(request)
+            if self.prefix.is_being_computed(request, match):
+                continue
+            silent = request.max_len == request.prompt_len  # its last token's KV serves nobody
+            need = len(request.tokens) - silent - match.num_tokens
+            count = self._chunk(need, budget, chunk_budget)
+            if not count:
+                return
+            computed = self._allocate(request, match, builder)
+            if computed is None:
+                return  # the first that cannot be allocated stops admission
+            self.waiting.remove(request)
+            self._count_admission(request, computed)
+            slot = self.running.place(request, computed, self.pool.block_size)
+            builder.add_request(request, slot, count, self._min_stop_ids(request))
+            self.prefix.enter(request)
+            budget -= count
+            chunk_budget -= count
+
+    def _allocate(self, request: Request, match: PrefixMatch, builder: PlanBuilder) -> int | None:
+        """Blocks for all tokens of a waiting request: hits held, an open one copied, the rest
+        fresh. Returns the tokens found computed; None if there are too few blocks."""
+        pool, size = self.pool, self.pool.block_size
+        num_blocks = -(-len(request.tokens) // size)
+        num_full = len(match.blocks) - (match.partial > 0)
+        reserve = pool.num_blocks // 100 if len(self.running) else 0
+        spare = pool.num_free - pool.num_free_among(match.blocks) - (num_blocks - num_full)
+        if spare < reserve and match.partial == 0:
+            return None
+        pool.hold(match.blocks)
+        table = list(match.blocks)
+        if match.partial:
+            copy = pool.fork(table[-1]) if spare >= reserve else None
+            if copy is None:  # no room for source and copy at once: recompute those tokens
+                pool.release(table)
+                whole = PrefixMatch(table[:-1], match.num_tokens - match.partial)
+                return self._allocate(request, whole, builder)
+            builder.add_copy(table[-1], copy)
+            table[-1] = copy
+            self.counters.copies += 1
+            self._emit(EventKind.COPIED, request, match.partial)
+        request.blocks = table + pool.take(num_blocks - len(table))
+        request.num_registered = num_full
+        return match.num_tokens
+
+    def _count_admission(self, request: Request, computed: int) -> None:
+        counters = self.counters
+        if request.params.prompt_logprobs is None:
+            counters.prefix_queries += len(request.tokens)
+            counters.prefix_hits += computed
+        if request.timings.first_scheduled < 0:
+            request.timings.first_scheduled = self._clock()
+            request.num_cached_tokens = min(computed, request.prompt_len)
+            counters.prompt_tokens += request.prompt_len
+            counters.prompt_tokens_cached += request.num_cached_tokens
+        self._emit(EventKind.ADMITTED, request, computed)
+
+    def _min_stop_ids(self, request: Request) -> list[int]:
+        """Ids that may not be drawn until min_tokens are out."""
+        if not request.params.min_tokens:
+            return []
+        eos = [] if request.params.ignore_eos else self.eos_ids
+        return sorted({*eos, *request.stop_ids})
+
+    # ---- a result ----
+
+    def update(self, result: StepResult) -> Update:
+        """Takes the result of the oldest plan in flight."""
+        issued = self._issued.popleft()
+        plan, running = issued.plan, self.running
+        if result.step != plan.step:
+            raise RuntimeError(f"got the result of step {result.step}, step {plan.step} is due")
+        drew = result.num_accepted > 0
+        live = running.epoch[plan.slots] == issued.epochs
+        rows = np.nonzero(drew & live)[0].astype(np.int32)
+        slots = plan.slots[rows]
+        tokens = result.tokens[rows, 0]
+        known = running.known[slots] + 1
+        running.tokens[slots, known - 1] = tokens
+        running.known[slots] = known
+        self._stamp_first_tokens(slots[known == running.first_len[slots]])
+        handles = running.handles[slots]
+        row_handles = self._prompt_logprob_handles(result, issued, live)
+        self._advance(plan.slots[live])
+        finished = self._finish_rows(slots, tokens, known)
+        finished += self._finish_silent(plan, live)
+        orphans = self._adopt_orphans(result, issued, finished)
+        if orphans:
+            extra = int32(list(orphans))
+            rows = np.concatenate([rows, extra])
+            tokens = np.concatenate([tokens, result.tokens[extra, 0]])
+            handles = np.concatenate([handles, np.array([*orphans.values()], dtype=np.int64)])
+        self.counters.generation_tokens += len(rows)
+        return Update(plan, rows, handles, tokens, finished, row_handles)
+
+    def take_finished(self) -> list[Request]:
+        """Requests that ended without a step (nothing to compute)."""
+        finished, self._finished_early = self._finished_early, []
+        return finished
+
+    def fail(self) -> list[Request]:
+        """The oldest plan in flight failed. Ends its requests, and those of later plans, which may
+        have read what it should have written; forgets all cached content. Returns the ended."""
+        ended: dict[int, Request] = {}
+        for issued in self._issued:
+            live = np.nonzero(self.running.epoch[issued.plan.slots] == issued.epochs)[0]
+            for slot in issued.plan.slots[live].tolist():
+                request = self._vacate(slot, keep=False)
+                ended[request.handle] = request
+            for request in issued.orphans.values():
+                request.in_flight -= 1
+                if request.state is State.WAITING:
+                    self.waiting.remove(request)
+                    request.state = State.FINISHED
+                    ended[request.handle] = request
+        for issued in self._issued:
+            issued.orphans.clear()
+        self._issued.popleft()
+        for request in ended.values():
+            self._finish(request, FinishReason.ERROR)
+        self.pool.forget_all()
+        return list(ended.values())
+
+    def _finish_rows(self, slots: Int32, tokens: Int32, known: Int32) -> list[Request]:
+        running = self.running
+        done: Bools = known >= running.limit[slots]
+        may_stop = known >= running.stop_from[slots]
+        for eos in self.eos_ids:
+            done |= (tokens == eos) & may_stop
+        if running.watched:
+            done |= np.isin(slots, list(running.watched))
+        finished = []
+        for row in np.nonzero(done)[0].tolist():
+            slot = int(slots[row])
+            ending = self._ending(running.at(slot), int(tokens[row]), int(known[row]))
+            if ending:
+                request = self._vacate(slot)
+                request.timings.last_token = self._clock()
+                self._finish(request, *ending)
+                finished.append(request)
+        return finished
+
+    def _ending(
+        self, request: Request, token: int, length: int
+    ) -> tuple[FinishReason, int | None] | None:
+        """(reason, stop id) if the request ends with this token as its ``length``-th."""
+        params = request.params
+        if length > request.prompt_len + params.min_tokens:
+            if token in self.eos_ids and not params.ignore_eos:
+                return FinishReason.STOP, None
+            if token in request.stop_ids:
+                return FinishReason.STOP, token
+        return (FinishReason.LENGTH, None) if length >= request.max_len else None
+
+    def _finish_silent(self, plan: StepPlan, live: Bools) -> list[Request]:
+        """Requests that draw nothing end with the plan that computes their last token."""
+        finished = []
+        for slot in sorted(self.running.silent):
+            rows = np.nonzero((plan.slots == slot) & live)[0]
+            ends = plan.starts[rows] + plan.num_tokens[rows]
+            if len(rows) and int(ends[0]) == self.running.limit[slot] - 1:
+                request = self._vacate(slot)
+                self._finish(request, FinishReason.LENGTH)
+                finished.append(request)
+        return finished
+
+    def _adopt_orphans(
+        self, result: StepResult, issued: Issued, finished: list[Request]
+    ) -> dict[int, int]:
+        """Tokens for requests that lost their slot meanwhile: appended, nothing else.
+        Returns row -> handle."""
+        adopted = {}
+        for row, request in issued.orphans.items():
+            request.in_flight -= 1
+            if request.state is State.FINISHED or not result.num_accepted[row]:
+                continue
+            token = int(result.tokens[row, 0])
+            request.append(token)
+            adopted[row] = request.handle
+            now = self._clock()
+            if request.timings.first_token < 0:
+                request.timings.first_token = now
+            ending = self._ending(request, token, len(request.tokens))
+            if ending:
+                self.waiting.remove(request)
+                request.timings.last_token = now
+                self._finish(request, *ending)
+                finished.append(request)
+        return adopted
+
+    def _stamp_first_tokens(self, slots: Int32) -> None:
+        for slot in slots.tolist():
+            self.running.at(slot).timings.first_token = self._clock()
+
+    def _prompt_logprob_handles(
+        self, result: StepResult, issued: Issued, live: Bools
+    ) -> dict[int, int]:
+        handles = {}
+        for row in result.prompt_logprobs:
+            if live[row]:
+                handles[row] = int(self.running.handles[issued.plan.slots[row]])
+            elif row in issued.orphans:
+                handles[row] = issued.orphans[row].handle
+        return handles
+
+    def _emit(self, kind: EventKind, request: Request, detail: int) -> None:
+        self._on_event(Event(kind, self._clock(), self._step, request.handle, detail))
+
+    # ---- proof ----
+
+    def check(self) -> None:
+        """Proves the invariants of slots, tables and pool. AssertionError if one fails."""
+        running = self.running
+        slots = running.order.tolist()
+        assert len(set(slots)) == len(slots)
+        assert sorted(slots) == [s for s, r in enumerate(running.requests) if r is not None]
+        for slot in slots:
+            request = running.at(slot)
+            assert request.slot == slot and request.state is State.RUNNING
+            assert running.computed[slot] <= running.total[slot] <= running.limit[slot]
+            assert running.known[slot] <= running.total[slot]
+            assert running.computed[slot] <= running.capacity[slot]
+            assert running.capacity[slot] == len(request.blocks) * self.pool.block_size
+        for request in self.waiting:
+            assert request.state is State.WAITING and not request.blocks
+        self.pool.check([running.at(slot).blocks for slot in slots])
+        self.prefix.check(set(map(running.at, slots)))

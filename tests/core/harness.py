@@ -1,0 +1,89 @@
+"""A scheduler with a toy model: drives plans and results by hand, without tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octavo.core.block_pool import BlockPool, PrefixKeys, root_key
+from octavo.core.plan import SAMPLE, StepPlan, StepResult
+from octavo.core.queue import order_key
+from octavo.core.request import Request
+from octavo.core.scheduler import Limits, Scheduler
+from octavo.types import SamplingParams
+
+EOS = 1
+
+
+class Harness:
+    """One scheduler, plans executed when the test says so; draws ``next_token`` (default 100)."""
+
+    def __init__(self, *, num_blocks=64, block_size=4, caching=True, policy="fcfs", **limits):
+        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
+        self.time = 0.0
+        self.pool = BlockPool(num_blocks, block_size, caching)
+        self.events = []
+        self.cost = limits.pop("cost", None)
+        self.scheduler = Scheduler(
+            Limits(**{**settings, **limits}),
+            self.pool,
+            eos_ids=[EOS],
+            clock=lambda: self.time,
+            key=order_key(policy),
+            cost=self.cost,
+            on_event=self.events.append,
+        )
+        self.outputs: dict[int, list[int]] = {}
+        self.handle = 0
+
+    def request(self, prompt, max_tokens=8, salt=b"", priority=0, **params) -> Request:
+        self.handle += 1
+        return Request(
+            self.handle,
+            np.array(prompt, dtype=np.int32),
+            SamplingParams(max_tokens=max_tokens, **params),
+            max_tokens,
+            priority=priority,
+            arrival=self.time,
+            chain=PrefixKeys(root_key(salt), self.pool.block_size),
+        )
+
+    def add(self, prompt, max_tokens=8, **options) -> Request:
+        request = self.request(prompt, max_tokens, **options)
+        self.scheduler.add(request)
+        return request
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        self.scheduler.check()
+        return plan
+
+    def finish(self, plan: StepPlan, token: int | dict[int, int] = 100):
+        """Executes a plan: every drawing row draws ``token`` (or token[slot])."""
+        draws = (plan.flags & SAMPLE).astype(bool)
+        drawn = [token.get(s, 100) if isinstance(token, dict) else token for s in plan.slots]
+        result = StepResult(
+            plan.step,
+            np.where(draws, drawn, 0).astype(np.int32).reshape(-1, 1),
+            draws.astype(np.int32),
+            np.zeros(0, dtype=np.int32),
+        )
+        update = self.scheduler.update(result)
+        for handle, drawn_token in zip(update.handles.tolist(), update.tokens.tolist()):
+            self.outputs.setdefault(handle, []).append(drawn_token)
+        self.scheduler.check()
+        return update
+
+    def step(self, token=100):
+        plan = self.schedule()
+        return plan, self.finish(plan, token)
+
+    def run(self, token=100, limit=1000):
+        """Runs, two plans in flight, until nothing is left."""
+        plans = []
+        for _ in range(limit):
+            while (plan := self.schedule()) is not None:
+                plans.append(plan)
+            if not plans:
+                return
+            self.finish(plans.pop(0), token)
+        raise AssertionError("never ends")
