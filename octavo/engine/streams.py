@@ -1,0 +1,85 @@
+"""The events of requests in an engine process, as their consumer reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from octavo.engine.messages import (
+    Finished,
+    PromptLogprobRows,
+    Rejected,
+    Started,
+    TokenLogprobRow,
+)
+
+
+class StepEvents:
+    """What happened to a stream's handles since it was last read, in order."""
+
+    __slots__ = (
+        "finished",
+        "logprobs",
+        "prompt_logprobs",
+        "rejected",
+        "started",
+        "time",
+        "tokens",
+    )
+
+    def __init__(self) -> None:
+        self.time = 0.0  # of the latest step in it
+        self.tokens: list[tuple[int, int]] = []  # (handle, token id)
+        self.logprobs: list[TokenLogprobRow] = []  # in the order of ``tokens``
+        self.prompt_logprobs: list[PromptLogprobRows] = []
+        self.started: list[Started] = []
+        self.finished: list[Finished] = []
+        self.rejected: list[Rejected] = []
+
+
+class RequestStream(AsyncIterator[StepEvents]):
+    """The events of one or more requests; ends when all their handles have ended.
+
+    Raises what ``fail`` was given: EngineDead from the client, or the consumer's own error.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, handles: Iterable[int]) -> None:
+        self.open = set(handles)
+        self._loop = loop
+        self._pending: StepEvents | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> StepEvents:
+        while self._pending is None:
+            if self._error is not None:
+                raise self._error
+            if not self.open:
+                raise StopAsyncIteration
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        events, self._pending = self._pending, None
+        return events
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream with ``error`` (the first one counts)."""
+        if self._error is None:
+            self._error = error
+        self.wake()
+
+    def events(self) -> StepEvents:
+        """Where the next events go; wakes the consumer."""
+        if self._pending is None:
+            self._pending = StepEvents()
+            self.wake()
+        return self._pending
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,232 @@
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from octavo.config import EngineConfig, SchedulerConfig
+from octavo.engine.admission import prepare
+from octavo.engine.client import ProcessClient
+from octavo.types import ConfigError, EngineDead, FinishReason, QueueFull, SamplingParams
+
+MOCK = Path(__file__).parents[1] / "server" / "mock_engine.py"
+
+
+def mock_command(**options):
+    return (sys.executable, str(MOCK), json.dumps(options))
+
+
+@asynccontextmanager
+async def engine(config=None, **options):
+    client = ProcessClient(config or EngineConfig(), command=mock_command(**options))
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def request(client, text, **params):
+    params = SamplingParams(**params)
+    handle = client.allocate(params.n)
+    return prepare(
+        client.info, params, list(text.encode()), handle=handle, request_id=f"r{handle}",
+        arrival=time.monotonic(),
+    )  # fmt: skip
+
+
+async def collect(stream):
+    tokens, finished = [], []
+    async for events in stream:
+        tokens += events.tokens
+        finished += events.finished
+    return tokens, finished
+
+
+async def first(stream):
+    async for events in stream:
+        if events.tokens:
+            return
+
+
+def test_start_reports_progress_and_what_was_found():
+    async def main():
+        seen = []
+        client = ProcessClient(EngineConfig(), seen.append, mock_command())
+        await client.start()
+        assert client.problem() == "the model is still loading"
+        info = await client.ready()
+        assert info.max_num_seqs == 8
+        assert seen[0].phase == "weights"
+        assert client.problem() is None
+        directory = client._directory
+        assert directory.exists()
+        await client.close()
+        assert not directory.exists()
+
+    asyncio.run(main())
+
+
+def test_user_error_while_loading_is_a_config_error():
+    async def main():
+        async with engine(fail="no such model") as client:
+            with pytest.raises(ConfigError, match="no such model"):
+                await client.ready()
+
+    asyncio.run(main())
+
+
+def test_crash_while_loading_says_how_it_ended():
+    async def main():
+        async with engine(crash=True) as client:
+            with pytest.raises(EngineDead, match="exit code 3"):
+                await client.ready()
+
+    asyncio.run(main())
+
+
+def test_streams_get_their_own_tokens_and_counts_return_to_zero():
+    async def main():
+        async with engine() as client:
+            await client.ready()
+            texts = ["one", "three and more", "two"]
+            streams = [client.submit([request(client, "say:" + t)]) for t in texts]
+            assert client.num_waiting == 3
+            assert client.num_waiting_tokens == sum(4 + len(t) for t in texts)
+            for text, stream in zip(texts, streams):
+                tokens, finished = await collect(stream)
+                assert bytes(t for _, t in tokens[:-1]).decode() == text
+                assert [f.reason for f in finished] == [FinishReason.STOP]
+            assert (client.num_waiting, client.num_running, client.num_waiting_tokens) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_one_stream_for_several_requests_and_choices():
+    async def main():
+        async with engine() as client:
+            await client.ready()
+            a = request(client, "say:a", n=2)
+            b = request(client, "say:bb")
+            tokens, finished = await collect(client.submit([a, b]))
+            assert sorted({h for h, _ in tokens}) == [a.handle, a.handle + 1, b.handle]
+            assert len(finished) == 3
+
+    asyncio.run(main())
+
+
+def test_aborted_handles_end_at_once_and_are_gone_from_the_engine():
+    async def main():
+        async with engine() as client:
+            await client.ready()
+            added = request(client, "endless", n=2, max_tokens=400)
+            stream = client.submit([added])
+            await first(stream)
+            client.abort([added.handle, added.handle + 1])
+            await asyncio.wait_for(collect(stream), 1)
+            assert client.num_running == 0
+            await asyncio.sleep(0.1)
+            steps = client.stats.num_steps
+            await asyncio.sleep(0.1)
+            assert client.stats.num_steps == steps
+
+    asyncio.run(main())
+
+
+def test_queue_bound():
+    async def main():
+        config = EngineConfig(scheduler=SchedulerConfig(max_num_queued_reqs=1))
+        async with engine(config, max_num_seqs=1, step_seconds=0.02) as client:
+            await client.ready()
+            running = client.submit([request(client, "endless", max_tokens=400)])
+            await first(running)
+            client.submit([request(client, "say:waits")])
+            with pytest.raises(QueueFull):
+                client.submit([request(client, "say:too many")])
+
+    asyncio.run(main())
+
+
+def test_killed_engine_ends_streams_and_refuses():
+    async def main():
+        async with engine() as client:
+            await client.ready()
+            stream = client.submit([request(client, "endless", max_tokens=400)])
+            await first(stream)
+            begin = time.monotonic()
+            os.kill(client.pid, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="signal 9"):
+                await collect(stream)
+            assert time.monotonic() - begin < 2
+            await client.dead.wait()
+            with pytest.raises(EngineDead):
+                client.submit([request(client, "say:x")])
+            assert client.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_stopped_engine_is_unhealthy_and_recovers():
+    async def main():
+        async with engine() as client:
+            await client.ready()
+            stream = client.submit([request(client, "endless", max_tokens=400)])
+            await first(stream)
+            begin = time.monotonic()
+            os.kill(client.pid, signal.SIGSTOP)
+            with pytest.raises(EngineDead, match="not answered"):
+                await collect(stream)
+            assert time.monotonic() - begin < 2.5
+            with pytest.raises(EngineDead):
+                client.submit([request(client, "say:x")])
+            os.kill(client.pid, signal.SIGCONT)
+            await asyncio.sleep(1.0)
+            assert client.problem() is None
+            tokens, _ = await collect(client.submit([request(client, "say:back")]))
+            assert len(tokens) == 5
+
+    asyncio.run(main())
+
+
+def test_step_beyond_its_deadline_ends_the_engine():
+    async def main():
+        config = EngineConfig(scheduler=SchedulerConfig(step_deadline=1.0))
+        async with engine(config, hang_after=3) as client:
+            await client.ready()
+            stream = client.submit([request(client, "endless", max_tokens=400)])
+            with pytest.raises(EngineDead, match="--step-deadline 1 s"):
+                await asyncio.wait_for(collect(stream), 4)
+            assert not client.alive
+
+    asyncio.run(main())
+
+
+def test_drain_finishes_what_runs_then_the_process_ends_without_alarm():
+    async def main():
+        async with engine() as client:
+            await client.ready()
+            stream = client.submit([request(client, "say:finish me")])
+            client.drain()
+            with pytest.raises(EngineDead, match="shutting down"):
+                client.submit([request(client, "say:late")])
+            tokens, _ = await collect(stream)
+            assert len(tokens) == 10
+            assert await asyncio.wait_for(client._process.wait(), 2) == 0
+            await asyncio.sleep(0.05)
+            assert client.alive
+
+    asyncio.run(main())
+
+
+def test_prefix_cache_reset_returns_the_engines_answer():
+    async def main():
+        async with engine() as client:
+            await client.ready()
+            assert await client.reset_prefix_cache() is True
+
+    asyncio.run(main())

@@ -1,0 +1,205 @@
+"""An engine process without a model: speaks the messages, says what the prompt tells it to.
+
+Run as ``python mock_engine.py OPTIONS_JSON INBOX OUTBOX PARENT``. A prompt that contains
+``say:TEXT`` (bytes are ids) is answered with TEXT and the end token; any other with the alphabet,
+endlessly. Options: see ``Options``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from octavo.config import EngineConfig
+from octavo.engine import messages as m
+from octavo.types import FinishReason, RequestTimings
+
+BOS, EOS, VOCAB = 256, 257, 260
+
+
+@dataclass
+class Options:
+    step_seconds: float = 0.002
+    load_seconds: float = 0.0
+    max_num_seqs: int = 8
+    max_model_len: int = 512
+    num_blocks: int = 64
+    fail: str = ""  # end loading with this user error
+    crash: bool = False  # exit 3 while loading
+    reject: str = ""  # reject every request with this message
+    hang_after: int = -1  # after so many steps, stay in the step (heartbeats go on)
+    step_error: bool = False  # end every request with FinishReason.ERROR after two tokens
+    default_sampling: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Row:
+    request: m.AddRequest
+    index: int
+    script: list[int]
+    endless: bool
+    timings: RequestTimings
+    drawn: int = 0
+
+
+class MockEngine:
+    def __init__(self, options: Options, inbox: str, outbox: str) -> None:
+        self.options = options
+        context = zmq.Context()
+        self.inbox = context.socket(zmq.PULL)
+        self.inbox.connect(inbox)
+        self.outbox_address = outbox
+        self.context = context
+        self.outbox = context.socket(zmq.PUSH)
+        self.outbox.connect(outbox)
+        self.waiting: list[m.AddRequest] = []
+        self.running: dict[int, Row] = {}
+        self.stats = m.EngineStats(time=0.0)
+        self.step_started = 0.0
+        self.draining = False
+
+    def send(self, message: m.FromEngine) -> None:
+        self.outbox.send(m.encoder.encode(message))
+
+    def load(self, config: EngineConfig) -> None:
+        o = self.options
+        self.send(m.Progress("weights", 0.5))
+        time.sleep(o.load_seconds)
+        if o.crash:
+            os._exit(3)
+        if o.fail:
+            self.send(m.Failed(o.fail, user_error=True))
+            time.sleep(0.2)
+            sys.exit(2)
+        self.send(
+            m.Ready(
+                m.EngineInfo(
+                    model="mock", architecture="mock", dtype="float32", device="cpu", threads=1,
+                    vocab_size=VOCAB, max_model_len=o.max_model_len, eos_ids=[EOS], block_size=16,
+                    num_blocks=o.num_blocks, kv_cache_bytes=1, weight_bytes=1,
+                    max_num_seqs=o.max_num_seqs, max_num_batched_tokens=256, implementations={},
+                    startup_seconds={"weights": o.load_seconds}, reasons={"dtype": "mock"},
+                    default_sampling=o.default_sampling,
+                )
+            )
+        )  # fmt: skip
+        threading.Thread(target=self.beat, daemon=True).start()
+
+    def beat(self) -> None:
+        socket = self.context.socket(zmq.PUSH)
+        socket.connect(self.outbox_address)
+        while True:
+            now = time.monotonic()
+            age = now - self.step_started if self.step_started else 0.0
+            socket.send(m.encoder.encode(m.Heartbeat(now, self.stats.num_steps, age)))
+            time.sleep(0.5)
+
+    def receive(self) -> None:
+        idle = not (self.waiting or self.running)
+        while self.inbox.poll(50 if idle else 0):
+            message = m.to_engine_decoder.decode(self.inbox.recv())
+            if isinstance(message, m.AddRequest):
+                self.waiting.append(message)
+            elif isinstance(message, m.Abort):
+                for handle in message.handles:
+                    self.running.pop(handle, None)
+                self.waiting = [r for r in self.waiting if r.handle not in message.handles]
+            elif isinstance(message, m.ResetPrefixCache):
+                self.send(m.PrefixCacheReset(message.call, not self.running))
+            elif isinstance(message, m.Drain):
+                self.draining = True
+            idle = False
+
+    def admit(self, outputs: m.Outputs) -> None:
+        now = time.monotonic()
+        while self.waiting and len(self.running) < self.options.max_num_seqs:
+            request = self.waiting.pop(0)
+            if self.options.reject:
+                outputs.rejected.append(m.Rejected(request.handle, self.options.reject, "prompt"))
+                continue
+            outputs.started.append(m.Started(request.handle, now, 4))
+            ids = m.unpack_ids(request.prompt_ids).tolist()
+            text = bytes(i for i in ids if i < 256)
+            endless = b"say:" not in text
+            script = [*text.rpartition(b"say:")[2].partition(b"\n")[0], EOS]
+            if request.params.prompt_logprobs is not None:
+                outputs.prompt_logprobs.append(
+                    m.PromptLogprobRows(
+                        request.handle, 1, [[i, 0] for i in ids[1:]],
+                        [[-1.0, -0.5] for _ in ids[1:]], [2] * (len(ids) - 1),
+                    )
+                )  # fmt: skip
+            for i in range(request.params.n):
+                timings = RequestTimings(request.arrival, now)
+                self.running[request.handle + i] = Row(request, i, script, endless, timings)
+
+    def draw(self, handle: int, row: Row, outputs: m.Outputs) -> int:
+        now = time.monotonic()
+        token = 97 + row.drawn % 26 if row.endless else row.script[row.drawn]
+        row.drawn += 1
+        row.timings.last_token = now
+        if row.drawn == 1:
+            row.timings.first_token = now
+        if (k := row.request.params.logprobs) is not None:
+            ids = [token, *itertools.islice((t for t in range(65, 96) if t != token), k)]
+            values = [-0.25, *([-1.5] * (len(ids) - 1))]
+            if k:
+                values[-1] = float("-inf")
+            outputs.logprobs.append(m.TokenLogprobRow(handle, ids, values, 1))
+        if token == EOS:
+            end: tuple[FinishReason, int | None] | None = (FinishReason.STOP, None)
+        elif token in row.request.params.stop_token_ids:
+            end = (FinishReason.STOP, token)
+        elif row.drawn >= row.request.max_tokens:
+            end = (FinishReason.LENGTH, None)
+        elif self.options.step_error and row.drawn == 2:
+            end = (FinishReason.ERROR, None)
+        else:
+            end = None
+        if end:
+            message = "the step failed" if end[0] == FinishReason.ERROR else ""
+            outputs.finished.append(m.Finished(handle, *end, row.timings, 0, message))
+            del self.running[handle]
+        return token
+
+    def step(self) -> None:
+        self.step_started = time.monotonic()
+        if self.stats.num_steps == self.options.hang_after:
+            time.sleep(1000)
+        time.sleep(self.options.step_seconds)
+        outputs = m.Outputs(stats=self.stats)
+        self.admit(outputs)
+        drawn = [(h, self.draw(h, row, outputs)) for h, row in list(self.running.items())]
+        outputs.handles = b"".join(h.to_bytes(8, "little") for h, _ in drawn)
+        outputs.tokens = m.pack_ids([t for _, t in drawn])
+        self.stats.time = time.monotonic()
+        self.stats.num_steps += 1
+        self.stats.step_tokens = len(drawn)
+        self.stats.blocks_used = len(self.running)
+        self.stats.blocks_free = self.options.num_blocks - len(self.running)
+        self.step_started = 0.0
+        self.send(outputs)
+
+    def run(self) -> None:
+        while True:
+            self.receive()
+            if self.waiting or self.running:
+                self.step()
+            elif self.draining:
+                return
+
+
+if __name__ == "__main__":
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    engine = MockEngine(Options(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3])
+    engine.load(config)
+    engine.run()
+    engine.context.destroy(linger=500)
