@@ -36,6 +36,14 @@ class EngineDead(OctavoError):
     """The engine is gone, hung, loading or draining (HTTP 503)."""
 
 
+class StepFailed(OctavoError):
+    """An exception inside a worker's step, in place of the step's result."""
+
+    def __init__(self, step: int, message: str) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class FinishReason(str, Enum):
     STOP = "stop"  # EOS, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the model's length

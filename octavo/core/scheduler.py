@@ -102,7 +102,7 @@ class Scheduler:
         self._on_event = on_event
         self._issued: deque[Issued] = deque()
         self._freed_slots: list[int] = []
-        self._finished_early: list[Request] = []
+        self.finished_early: list[Request] = []  # ended without a step; emptied by the engine
         self._step = 0
         self._sequence = 0
 
@@ -114,7 +114,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(len(self.running) or len(self.waiting) or self._issued or self._finished_early)
+        return bool(len(self.running) or len(self.waiting) or self._issued)
 
     def check_fits(self, prompt_len: int, max_tokens: int, n: int = 1) -> None:
         """Raises InvalidRequest for what could never run, with the numbers."""
@@ -144,7 +144,7 @@ class Scheduler:
             request.params.prompt_logprobs is None or request.prompt_len == 1
         ):
             self._finish(request, FinishReason.LENGTH)  # nothing to compute: echo
-            self._finished_early.append(request)
+            self.finished_early.append(request)
             return
         self.waiting.push(request)
 
@@ -392,11 +392,6 @@ class Scheduler:
             handles = np.concatenate([handles, np.array([*orphans.values()], dtype=np.int64)])
         self.counters.generation_tokens += len(rows)
         return Update(plan, rows, handles, tokens, finished, row_handles)
-
-    def take_finished(self) -> list[Request]:
-        """Requests that ended without a step (nothing to compute)."""
-        finished, self._finished_early = self._finished_early, []
-        return finished
 
     def fail(self) -> list[Request]:
         """The oldest plan in flight failed. Ends its requests, and those of later plans, which may

@@ -1,0 +1,305 @@
+"""Engine: the loop's body. Schedule, run, update, tell; time, errors and statistics live here.
+
+``octavo.LLM`` calls it in the same process, ``engine.process`` behind ZMQ.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+
+from octavo.config import EngineConfig
+from octavo.core.block_pool import BlockPool, PrefixKeys, root_key
+from octavo.core.events import Event, EventKind
+from octavo.core.plan import Logprobs, StepPlan, StepResult
+from octavo.core.queue import order_key
+from octavo.core.request import Request
+from octavo.core.scheduler import Limits, Scheduler, Update
+from octavo.engine.cost import StepCosts
+from octavo.engine.messages import (
+    AddRequest,
+    EngineInfo,
+    EngineStats,
+    Finished,
+    Outputs,
+    PromptLogprobRows,
+    Rejected,
+    Started,
+    TokenLogprobRow,
+    unpack_ids,
+)
+from octavo.types import InvalidRequest, StepFailed
+
+logger = logging.getLogger(__name__)
+
+# Plans that may be in flight at once: one runs, the next is ready.
+PLANS_IN_FLIGHT = 2
+
+
+class Executor(Protocol):
+    """Who computes plans: strictly in order, apart from the caller's thread."""
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest result. Raises StepFailed in its place."""
+
+
+class Engine:
+    """One replica: a scheduler, and an executor that obeys it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self.costs = StepCosts()
+        self.step_started: float | None = None  # when the plan that runs now was first to run
+        self._executor = executor
+        self._clock = clock
+        self._seed = config.model.seed
+        self._requests: dict[int, Request] = {}
+        self._started: list[Started] = []
+        self._rejected: list[Rejected] = []
+        self._ended: list[Request] = []  # outside a step: nothing to compute
+        self._submitted: deque[float] = deque()
+        self._last_collect = 0.0
+        self._schedule_seconds = 0.0
+        self._step_seconds = 0.0
+        self._step_tokens = 0
+        overlap = config.scheduler.async_scheduling
+        self._scheduler = Scheduler(
+            Limits(
+                max_num_seqs=info.max_num_seqs,
+                max_num_batched_tokens=info.max_num_batched_tokens,
+                max_model_len=info.max_model_len,
+                chunked_prefill=config.scheduler.enable_chunked_prefill,
+                long_prefill_threshold=config.scheduler.long_prefill_token_threshold,
+                max_in_flight=PLANS_IN_FLIGHT if overlap else 1,
+            ),
+            BlockPool(info.num_blocks, info.block_size, config.cache.enable_prefix_caching),
+            eos_ids=info.eos_ids,
+            clock=clock,
+            key=order_key(config.scheduler.scheduling_policy, config.scheduler.priority_ageing),
+            cost=self.costs,
+            on_event=self._on_event,
+        )
+        # Facts of the model that make equal ids mean different KV.
+        self._model_facts = (info.model, info.dtype, str(info.kv_cache_bytes // info.num_blocks))
+
+    # ---- requests ----
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or self._has_news
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._rejected or self._ended or self._scheduler.finished_early)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._scheduler
+
+    def add(self, message: AddRequest) -> None:
+        """Queues the n choices of a request; what can never run comes back as Rejected."""
+        prompt = unpack_ids(message.prompt_ids)
+        params = message.params
+        root = root_key(message.salt, *self._model_facts)
+        try:
+            self._scheduler.check_fits(len(prompt), message.max_tokens, params.n)
+            for choice in range(params.n):
+                request = Request(
+                    message.handle + choice,
+                    prompt,
+                    params,
+                    message.max_tokens,
+                    request_id=message.request_id,
+                    seed=self._seed_of(message, choice),
+                    priority=message.priority,
+                    arrival=message.arrival,
+                    chain=PrefixKeys(root, self.info.block_size),
+                    bad_words=message.bad_words,
+                )
+                self._scheduler.add(request)
+                self._requests[request.handle] = request
+        except InvalidRequest as error:
+            for choice in range(params.n):
+                handle = message.handle + choice
+                self._rejected.append(Rejected(handle, str(error), error.param))
+
+    def abort(self, handles: list[int]) -> None:
+        """Ends these now; unknown and ended ones are passed over. Finished(ABORT) follows."""
+        for handle in handles:
+            request = self._requests.get(handle)
+            if request is not None and self._scheduler.abort(request):
+                self._ended.append(request)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks. False (and nothing done) while requests run."""
+        if len(self._scheduler.running):
+            return False
+        self._scheduler.pool.forget_all()
+        return True
+
+    def _seed_of(self, message: AddRequest, choice: int) -> int:
+        """Choice i of a seeded request draws with seed + i; others from (server seed, id, i)."""
+        if message.params.seed is not None:
+            return (message.params.seed + choice) % 2**64
+        facts = f"{self._seed}/{message.request_id}/{choice}".encode()
+        return int.from_bytes(blake2b(facts, digest_size=8).digest(), "little")
+
+    # ---- a step ----
+
+    def step(self) -> Outputs | None:
+        """Issues what can run, then waits for the oldest plan's result. None if there was neither a
+        result nor anything to tell."""
+        began = time.perf_counter()
+        self._issue()
+        self._schedule_seconds = time.perf_counter() - began
+        if not self._scheduler.num_in_flight:
+            return self._outputs(None, None) if self._has_news else None
+        try:
+            result = self._executor.collect()
+        except StepFailed as failure:
+            return self._fail(failure)
+        self._measure(collected=self._clock())
+        began = time.perf_counter()
+        update = self._scheduler.update(result)
+        self._observe_cost(update.plan)
+        self._issue()  # before anything else: the device is waiting
+        outputs = self._outputs(update, result)
+        self._schedule_seconds += time.perf_counter() - began
+        return outputs
+
+    def _issue(self) -> None:
+        while (plan := self._scheduler.schedule()) is not None:
+            now = self._clock()
+            if not self._submitted:
+                self.step_started = now
+            self._submitted.append(now)
+            self._executor.submit(plan)
+
+    def _measure(self, collected: float) -> None:
+        started = max(self._submitted.popleft(), self._last_collect)
+        self._step_seconds = collected - started
+        self._last_collect = collected
+        self.step_started = collected if self._submitted else None
+
+    def _observe_cost(self, plan: StepPlan) -> None:
+        self._step_tokens = plan.total_tokens
+        num_decode = int((plan.num_tokens == 1).sum())
+        self.costs.observe(num_decode, self._step_tokens - num_decode, self._step_seconds)
+
+    def _fail(self, failure: StepFailed) -> Outputs:
+        """One step failed: its requests end with the error, the loop goes on."""
+        self._measure(collected=self._clock())
+        logger.error("step %d failed: %s", failure.step, failure)
+        for request in self._scheduler.fail():
+            request.message = str(failure)
+            self._ended.append(request)
+        return self._outputs(None, None)
+
+    # ---- telling ----
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind is EventKind.ADMITTED:
+            request = self._requests[event.handle]
+            if request.num_preemptions == 0:
+                started = Started(event.handle, event.time, request.num_cached_tokens)
+                self._started.append(started)
+
+    def _outputs(self, update: Update | None, result: StepResult | None) -> Outputs:
+        ended = [*self._ended, *self._scheduler.finished_early]
+        self._scheduler.finished_early.clear()
+        outputs = Outputs(self.stats(), started=self._started, rejected=self._rejected)
+        self._started, self._rejected, self._ended = [], [], []
+        if update is not None and result is not None:
+            outputs.handles = update.handles.astype("<i8").tobytes()
+            outputs.tokens = update.tokens.astype("<i4").tobytes()
+            ended += update.finished
+            if result.logprobs is not None:
+                outputs.logprobs = self._logprob_rows(update, result, result.logprobs)
+            if result.prompt_logprobs:
+                outputs.prompt_logprobs = [
+                    _prompt_rows(handle, update.plan, row, result.prompt_logprobs[row])
+                    for row, handle in update.row_handles.items()
+                ]
+        outputs.finished = [self._finished(request) for request in ended]
+        return outputs
+
+    def _finished(self, request: Request) -> Finished:
+        del self._requests[request.handle]
+        assert request.finish_reason is not None
+        return Finished(
+            request.handle,
+            request.finish_reason,
+            request.stop_reason,
+            request.timings,
+            request.num_preemptions,
+            request.message,
+        )
+
+    def _logprob_rows(
+        self, update: Update, result: StepResult, logprobs: Logprobs
+    ) -> list[TokenLogprobRow]:
+        """In the order of the update's tokens, for the handles that asked."""
+        entry_of = {int(row): entry for entry, row in enumerate(result.logprob_rows)}
+        rows = []
+        for row, handle in zip(update.rows.tolist(), update.handles.tolist()):
+            if (entry := entry_of.get(row)) is None:
+                continue
+            count = int((logprobs.ids[entry] >= 0).sum())
+            ids = logprobs.ids[entry, :count].tolist()
+            values = logprobs.values[entry, :count].tolist()
+            rows.append(TokenLogprobRow(handle, ids, values, int(logprobs.ranks[entry])))
+        return rows
+
+    def stats(self) -> EngineStats:
+        """Live state and totals."""
+        scheduler = self._scheduler
+        counters, pool, running = scheduler.counters, scheduler.pool, scheduler.running
+        used = pool.num_held
+        filled = int(running.computed[running.order].sum())
+        places = int(running.capacity[running.order].sum())
+        return EngineStats(
+            time=self._clock(),
+            num_running=len(running),
+            num_waiting=len(scheduler.waiting),
+            blocks_used=used,
+            blocks_cached=pool.num_cached,
+            blocks_free=pool.num_free - pool.num_cached,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            num_preemptions=counters.preemptions,
+            num_copies=counters.copies,
+            prompt_tokens=counters.prompt_tokens,
+            prompt_tokens_cached=counters.prompt_tokens_cached,
+            generation_tokens=counters.generation_tokens,
+            num_steps=counters.steps,
+            step_tokens=self._step_tokens,
+            step_seconds=self._step_seconds,
+            schedule_seconds=self._schedule_seconds,
+            fragmentation=(places - filled) / (used * pool.block_size) if used else 0.0,
+        )
+
+
+def _prompt_rows(handle: int, plan: StepPlan, row: int, logprobs: Logprobs) -> PromptLogprobRows:
+    """Log-probabilities of the tokens after each of a row's: positions start + 1 on."""
+    counts = (logprobs.ids >= 0).sum(axis=1).tolist()
+    return PromptLogprobRows(
+        handle,
+        int(plan.starts[row]) + 1,
+        [ids[:count] for ids, count in zip(logprobs.ids.tolist(), counts)],
+        [values[:count] for values, count in zip(logprobs.values.tolist(), counts)],
+        np.asarray(logprobs.ranks).tolist(),
+    )

@@ -1,0 +1,160 @@
+"""The engine process: an Engine behind two ZMQ sockets.
+
+    python -m octavo.engine.process INBOX OUTBOX PARENT_PID   < msgpack EngineConfig
+
+Sends Progress while loading, then Ready or Failed; then Outputs after each step and a Heartbeat
+every half second from a thread of its own. ``--model`` must be a local path by now.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+from octavo.config import EngineConfig
+from octavo.engine.messages import (
+    Abort,
+    AddRequest,
+    Drain,
+    Failed,
+    Heartbeat,
+    PrefixCacheReset,
+    Progress,
+    Ready,
+    ResetPrefixCache,
+    encoder,
+    to_engine_decoder,
+)
+from octavo.types import ConfigError
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+IDLE_POLL_MS = 500
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel ends this process when its parent ends; at once if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+class Heart(threading.Thread):
+    """Tells the client every half second that this process lives, and how old its step is."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, loop: EngineLoop) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._context, self._address, self._loop = context, address, loop
+
+    def run(self) -> None:
+        socket = self._context.socket(zmq.PUSH)
+        socket.linger = 0
+        socket.connect(self._address)
+        while True:
+            now = time.monotonic()
+            started = self._loop.engine.step_started
+            age = now - started if started is not None else 0.0
+            step = self._loop.engine.scheduler.counters.steps
+            socket.send(encoder.encode(Heartbeat(now, step, age)))
+            time.sleep(HEARTBEAT_SECONDS)
+
+
+class EngineLoop:
+    """Drain the inbox, step, send; until drained."""
+
+    def __init__(self, config: EngineConfig, inbox_address: str, outbox_address: str) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.connect(inbox_address)
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.connect(outbox_address)
+        self._outbox_address = outbox_address
+        self._config = config
+        self._draining = False
+
+    def start(self) -> None:
+        """Loads the model and says Ready. Raises ConfigError for what the user can mend."""
+        from octavo.engine.start import start_engine
+
+        self.engine, self._executor = start_engine(
+            self._config, lambda phase, share: self._send(Progress(phase, share))
+        )
+        self._send(Ready(self.engine.info))
+        Heart(self._context, self._outbox_address, self).start()
+
+    def run(self) -> None:
+        while not (self._draining and not self.engine.has_work):
+            self._read_inbox(wait_ms=0 if self.engine.has_work else IDLE_POLL_MS)
+            outputs = self.engine.step()
+            if outputs is not None:
+                self._send(outputs)
+        self._executor.shutdown()
+
+    def fail(self, error: BaseException) -> None:
+        user_error = isinstance(error, ConfigError)
+        text = str(error) if user_error else f"{type(error).__name__}: {error}"
+        self._send(Failed(text, user_error))
+
+    def close(self) -> None:
+        """Sends what is queued, for at most two seconds."""
+        self._context.destroy(linger=2000)
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._outbox.send(encoder.encode(message))
+
+    def _read_inbox(self, wait_ms: int) -> None:
+        if wait_ms and not self._inbox.poll(wait_ms):
+            return
+        while True:
+            try:
+                raw = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(to_engine_decoder.decode(raw))
+
+    def _handle(self, message: AddRequest | Abort | ResetPrefixCache | Drain) -> None:
+        match message:
+            case AddRequest():
+                self.engine.add(message)
+            case Abort():
+                self.engine.abort(message.handles)
+            case ResetPrefixCache():
+                done = self.engine.reset_prefix_cache()
+                self._send(PrefixCacheReset(message.call, done))
+            case Drain():
+                self._draining = True
+
+
+def main() -> int:
+    inbox, outbox, parent = sys.argv[1:4]
+    die_with_parent(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    loop = EngineLoop(config, inbox, outbox)
+    try:
+        loop.start()
+        loop.run()
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            logger.exception("the engine cannot go on")
+        loop.fail(error)
+        return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        loop.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

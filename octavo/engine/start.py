@@ -1,0 +1,53 @@
+"""From a configuration to a running Engine: load, size, warm up, and state the facts found.
+
+Imports the worker, hence torch: only for the engine's own process (or the offline LLM's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from octavo.checkpoint.special import tokenizer_eos_ids
+from octavo.config import EngineConfig, reject_unsupported
+from octavo.engine.engine import Engine
+from octavo.engine.messages import EngineInfo
+from octavo.model.families import default_sampling, eos_ids
+from octavo.worker.executor import UniExecutor
+
+ProgressSink = Callable[[str, float], None]
+
+
+def start_engine(config: EngineConfig, progress: ProgressSink) -> tuple[Engine, UniExecutor]:
+    """``config.model.model`` is a local path. Raises ConfigError with the line to show the user."""
+    reject_unsupported(config)
+    path = Path(config.model.model)
+    executor = UniExecutor(config, path)
+    found = executor.start(progress)
+    info = EngineInfo(
+        model=str(path),
+        architecture=found.architecture,
+        dtype=found.dtype,
+        device=found.device,
+        threads=found.threads,
+        vocab_size=found.vocab_size,
+        max_model_len=found.max_model_len,
+        eos_ids=sorted({*eos_ids(path), *tokenizer_eos_ids(path)}),
+        block_size=found.block_size,
+        num_blocks=found.num_blocks,
+        kv_cache_bytes=found.kv_cache_bytes,
+        weight_bytes=found.weight_bytes,
+        max_num_seqs=found.max_num_seqs,
+        max_num_batched_tokens=found.max_num_batched_tokens,
+        implementations=found.implementations,
+        startup_seconds=found.startup_seconds,
+        reasons=found.reasons,
+        default_sampling=_default_sampling(config, path),
+    )
+    return Engine(config, info, executor), executor
+
+
+def _default_sampling(config: EngineConfig, path: Path) -> dict[str, object]:
+    """Sampling values a request gets when it names none: the checkpoint's, then the operator's."""
+    own = config.model.generation_config == "auto"
+    return {**(default_sampling(path) if own else {}), **config.model.override_generation_config}
