@@ -109,8 +109,7 @@ class Request:
 
 
 def worst_case_blocks(prompt_len: int, max_tokens: int, n: int, block_size: int) -> int:
-    """Most blocks a request with n choices can need: its prompt's, and each choice's own."""
-    prompt_blocks = math.ceil(prompt_len / block_size)
-    if n == 1:
-        return math.ceil((prompt_len + max_tokens) / block_size)
-    return prompt_blocks + n * math.ceil((max_tokens + 1) / block_size)
+    """Most blocks a request can come to hold: full prompt blocks are shared by its n choices, each
+    choice has its own copy of the partial one and its own output blocks."""
+    shared = prompt_len // block_size
+    return shared + n * (math.ceil((prompt_len + max_tokens) / block_size) - shared)

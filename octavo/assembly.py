@@ -1,0 +1,180 @@
+"""From an engine's outputs to RequestOutputs: text, stop strings, log-probabilities per choice."""
+
+from __future__ import annotations
+
+from octavo.engine.messages import (
+    AddRequest,
+    Finished,
+    Outputs,
+    PromptLogprobRows,
+    TokenLogprobRow,
+    unpack_ids,
+)
+from octavo.text.output import ChoiceText
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import (
+    CompletionOutput,
+    FinishReason,
+    InvalidRequest,
+    Logprob,
+    OctavoError,
+    RequestOutput,
+    RequestTimings,
+    TokenLogprobs,
+)
+
+
+class Choice:
+    """One answer in the making."""
+
+    def __init__(self, tokenizer: Tokenizer | None, request: AddRequest) -> None:
+        self.text = ChoiceText(tokenizer if request.params.detokenize else None, request.params)
+        self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+
+class Answer:
+    """A request and its n choices, as far as they are known."""
+
+    def __init__(
+        self, request: AddRequest, prompt: str | None, tokenizer: Tokenizer | None
+    ) -> None:
+        self.request = request
+        self.failure: OctavoError | None = None
+        self._prompt = prompt
+        self._prompt_ids = unpack_ids(request.prompt_ids).tolist()
+        self._tokenizer = tokenizer
+        self._choices = [Choice(tokenizer, request) for _ in range(request.params.n)]
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._num_cached_tokens = 0
+        self._timings = RequestTimings(arrival=request.arrival)
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason for choice in self._choices)
+
+    @property
+    def open_handles(self) -> list[int]:
+        first = self.request.handle
+        return [first + i for i, c in enumerate(self._choices) if c.finish_reason is None]
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def push(self, handle: int, token: int) -> bool:
+        """A drawn token. True when it completes a stop string: the engine may stop."""
+        choice = self._choices[handle - self.request.handle]
+        if choice.finish_reason is not None:
+            return False
+        choice.text.push([token])
+        if choice.text.stop_string is None:
+            return False
+        choice.finish_reason = FinishReason.STOP.value
+        choice.stop_reason = choice.text.stop_string
+        return True
+
+    def push_logprobs(self, row: TokenLogprobRow) -> None:
+        choice = self._choices[row.handle - self.request.handle]
+        if len(choice.logprobs) < len(choice.text.token_ids):
+            choice.logprobs.append(self._candidates(row.ids, row.values, row.rank))
+            choice.cumulative_logprob += row.values[0]
+
+    def push_prompt_logprobs(self, rows: PromptLogprobRows) -> None:
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = [None] * len(self._prompt_ids)
+        for offset, columns in enumerate(zip(rows.ids, rows.values, rows.ranks)):
+            if columns[0]:
+                self._prompt_logprobs[rows.start + offset] = self._candidates(*columns)
+
+    def start(self, num_cached_tokens: int) -> None:
+        self._num_cached_tokens = max(self._num_cached_tokens, num_cached_tokens)
+
+    def finish(self, event: Finished) -> None:
+        choice = self._choices[event.handle - self.request.handle]
+        self._timings = event.timings
+        if event.reason is FinishReason.ERROR:
+            self.failure = OctavoError(event.message)
+        if choice.finish_reason is None:
+            choice.text.finish()
+            choice.finish_reason, choice.stop_reason = event.reason.value, event.stop_reason
+            if choice.text.stop_string is not None:
+                choice.finish_reason = FinishReason.STOP.value
+                choice.stop_reason = choice.text.stop_string
+
+    def reject(self, error: InvalidRequest) -> None:
+        self.failure = error
+        for choice in self._choices:
+            choice.finish_reason = FinishReason.ERROR.value
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        return RequestOutput(
+            self.request.request_id,
+            self._prompt,
+            self._prompt_ids,
+            [self._completion(index, choice) for index, choice in enumerate(self._choices)],
+            self.finished,
+            self._prompt_logprobs,
+            self._num_cached_tokens,
+            self._timings,
+        )
+
+    def _completion(self, index: int, choice: Choice) -> CompletionOutput:
+        asked = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index,
+            choice.text.text,
+            list(choice.text.token_ids),
+            choice.cumulative_logprob if asked else None,
+            list(choice.logprobs) if asked else None,
+            choice.finish_reason,
+            choice.stop_reason,
+        )
+
+    def _candidates(self, ids: list[int], values: list[float], rank: int) -> TokenLogprobs:
+        """Column 0 is the token itself, with its rank; the rest are ranks 1, 2, …"""
+        ranks = [rank, *range(1, len(ids))]
+        found: TokenLogprobs = {}
+        for token, value, place in zip(ids, values, ranks):
+            text = self._tokenizer.token_text(token) if self._tokenizer else None
+            found.setdefault(token, Logprob(value, place, text))
+        return found
+
+
+class Assembler:
+    """Routes each step's outputs to the answers they belong to."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, Answer] = {}  # by handle of each open choice
+        self.touched: list[Answer] = []  # by the last ``apply``
+
+    def add(self, answer: Answer) -> None:
+        for handle in answer.open_handles:
+            self._answers[handle] = answer
+
+    def apply(self, outputs: Outputs) -> list[int]:
+        """Returns the handles whose text met a stop string: to be aborted."""
+        answers = self._answers
+        touched: dict[int, Answer] = {}
+        stopped = []
+        for started in outputs.started:
+            answers[started.handle].start(started.num_cached_tokens)
+        for handle, token in outputs.pairs():
+            answer = touched[id(answers[handle])] = answers[handle]
+            if answer.push(handle, token):
+                stopped.append(handle)
+        for row in outputs.logprobs:
+            answers[row.handle].push_logprobs(row)
+        for rows in outputs.prompt_logprobs:
+            answers[rows.handle].push_prompt_logprobs(rows)
+        for event in outputs.finished:
+            answer = touched[id(answers[event.handle])] = answers.pop(event.handle)
+            answer.finish(event)
+        for rejected in outputs.rejected:
+            answer = touched[id(answers[rejected.handle])] = answers.pop(rejected.handle)
+            answer.reject(InvalidRequest(rejected.message, rejected.param))
+        self.touched = list(touched.values())
+        return stopped

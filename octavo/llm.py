@@ -1,0 +1,334 @@
+"""LLM and AsyncLLM: the engine in this process, for scripts and notebooks. No server, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from octavo.assembly import Answer, Assembler
+from octavo.checkpoint.locate import ModelFiles, locate
+from octavo.config import EngineConfig, from_flags
+from octavo.engine.admission import prepare
+from octavo.engine.messages import AddRequest, EngineInfo, EngineStats, Outputs
+from octavo.text.chat import ChatTemplate, load_chat_template
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.types import EngineDead, InvalidRequest, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM.
+Prompt = str | list[int] | dict[str, Any]
+Message = dict[str, Any]
+
+
+class _Frontend:
+    """What LLM and AsyncLLM share: loading, and from prompts to requests."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        # The engine imports torch, which takes seconds: only when an engine is wanted.
+        from octavo.engine.start import start_engine
+
+        config = from_flags(EngineConfig, {"model": model, **settings})
+        weights = config.model.load_format != "dummy"
+        self.files: ModelFiles = locate(model, config.model.revision, weights=weights)
+        self.config = replace(config, model=replace(config.model, model=str(self.files.path)))
+        self.tokenizer: Tokenizer | None = None
+        self.chat_template: ChatTemplate | None = None
+        if not config.model.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(self.files.path, config.model.tokenizer)
+            self.chat_template = load_chat_template(self.files.path)
+        self.engine, self.executor = start_engine(self.config, _log_progress)
+        self._next_handle = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was found while loading: lengths, blocks, dtype, seconds per phase."""
+        return self.engine.info
+
+    @property
+    def stats(self) -> EngineStats:
+        """Live state and running totals of the engine."""
+        return self.engine.stats()
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest("this engine has no tokenizer (skip_tokenizer_init)")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's generation_config values over octavo's defaults."""
+        return SamplingParams(**self.info.default_sampling)
+
+    def encode_chat(self, messages: list[Message], **options: Any) -> list[int]:
+        """Token ids of a conversation through the model's chat template."""
+        if self.chat_template is None:
+            raise InvalidRequest("the model has no chat template: use generate, or send token ids")
+        return self.chat_template.encode(messages, **options)
+
+    def _answer(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Answer:
+        text, ids = self._tokenized(prompt)
+        handle, self._next_handle = self._next_handle, self._next_handle + params.n
+        request = prepare(
+            self.info,
+            params,
+            ids,
+            handle=handle,
+            request_id=request_id or str(handle),
+            arrival=time.monotonic(),
+            max_logprobs=self.config.model.max_logprobs,
+            bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else [],
+        )
+        return Answer(request, text, self.tokenizer)
+
+    def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise InvalidRequest(
+                    f"a prompt has keys {sorted(prompt)}; it needs prompt or prompt_token_ids"
+                )
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self.get_tokenizer().encode(prompt)
+        return None, list(prompt)
+
+
+class LLM(_Frontend):
+    """Offline inference.
+
+        llm = LLM("smollm2-135m")
+        outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
+
+    ``settings`` are the command line's flags with underscores (``max_model_len=4096``).
+    Raises ConfigError when the model or a setting cannot be used.
+    """
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes each prompt. All are queued at once and batched continuously; results come in
+        the order of the prompts. ``use_tqdm`` shows a progress bar.
+
+        Raises InvalidRequest before anything runs if one of them can never run.
+        """
+        entries = _listed(prompts)
+        answers = [
+            self._answer(prompt, params, None)
+            for prompt, params in zip(entries, self._params_for(entries, sampling_params))
+        ]
+        return self._run(answers, use_tqdm)
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of a list of them."""
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        prompts: list[Prompt] = [
+            self.encode_chat(
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks. False while requests run."""
+        return self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Ends the worker thread; the model's memory goes with this object."""
+        self.executor.shutdown()
+
+    def _params_for(
+        self,
+        prompts: Sequence[Prompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * len(prompts)
+        if len(given) != len(prompts):
+            raise InvalidRequest(
+                f"{len(prompts)} prompts but {len(given)} sampling_params: give one for all, or "
+                "one for each"
+            )
+        return list(given)
+
+    def _run(self, answers: list[Answer], show_progress: bool) -> list[RequestOutput]:
+        assembler = Assembler()
+        for answer in answers:
+            assembler.add(answer)
+            self.engine.add(answer.request)
+        try:
+            with _Progress(len(answers), show_progress) as progress:
+                while self.engine.has_work:
+                    outputs = self.engine.step()
+                    if outputs is not None:
+                        self.engine.abort(assembler.apply(outputs))
+                        progress.update(answers, outputs)
+        except BaseException:  # Ctrl-C included: the engine stays usable
+            self.engine.abort([h for answer in answers for h in answer.open_handles])
+            while self.engine.has_work:
+                self.engine.step()
+            raise
+        for answer in answers:
+            answer.raise_failure()
+        return [answer.output() for answer in answers]
+
+
+class AsyncLLM(_Frontend):
+    """The same engine for asyncio programs; it runs on a thread of its own.
+
+        async for output in llm.generate("Hello", SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+
+    Each output holds the whole text so far. Leaving the loop early aborts the request.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._assembler = Assembler()
+        self._waiters: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Any]]] = {}
+        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the answer as it grows, after each step that added to it."""
+        if not self._thread.is_alive():
+            raise EngineDead("the engine was closed or has failed")
+        params = sampling_params or self.get_default_sampling_params()
+        answer = self._answer(prompt, params, request_id)
+        waiting: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._waiters[answer.request.handle] = (asyncio.get_running_loop(), waiting)
+        self._inbox.put(lambda: self._add(answer))
+        try:
+            finished = False
+            while not finished:
+                output = await waiting.get()
+                if isinstance(output, Exception):
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            del self._waiters[answer.request.handle]
+            if not answer.finished:
+                self._inbox.put(lambda: self._abort(answer))
+
+    def close(self) -> None:
+        """Ends the engine's thread; open requests end with EngineDead."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _add(self, answer: Answer) -> None:
+        self._assembler.add(answer)
+        self.engine.add(answer.request)
+
+    def _abort(self, answer: Answer) -> None:
+        self.engine.abort(answer.open_handles)
+
+    def _run(self) -> None:
+        error: Exception = EngineDead("the engine was closed")
+        try:
+            while self._read_inbox():
+                outputs = self.engine.step()
+                if outputs is not None:
+                    self.engine.abort(self._assembler.apply(outputs))
+                    for answer in self._assembler.touched:
+                        self._tell(answer.request, answer.failure or answer.output())
+        except Exception as failure:
+            logger.exception("the engine cannot go on")
+            error = EngineDead(f"the engine failed: {failure}")
+        self.executor.shutdown()
+        for loop, waiting in list(self._waiters.values()):
+            loop.call_soon_threadsafe(waiting.put_nowait, error)
+
+    def _read_inbox(self) -> bool:
+        """Carries out what was asked for; waits only when idle. False: close."""
+        while not (self.engine.has_work and self._inbox.empty()):
+            call = self._inbox.get()
+            if call is None:
+                return False
+            call()
+        return True
+
+    def _tell(self, request: AddRequest, news: RequestOutput | Exception) -> None:
+        waiter = self._waiters.get(request.handle)
+        if waiter is not None:
+            loop, waiting = waiter
+            loop.call_soon_threadsafe(waiting.put_nowait, news)
+
+
+class _Progress:
+    """A progress bar over finished prompts, with tokens per second; silent when not wanted."""
+
+    def __init__(self, total: int, show: bool) -> None:
+        self._bar: Any = None
+        if show:
+            from rich.progress import Progress, TextColumn
+
+            columns = (*Progress.get_default_columns(), TextColumn("{task.fields[speed]}"))
+            self._bar = Progress(*columns)
+            self._task = self._bar.add_task("prompts", total=total, speed="")
+        self._tokens = 0
+        self._began = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, answers: list[Answer], outputs: Outputs) -> None:
+        self._tokens += len(outputs.tokens) // 4
+        if self._bar is None:
+            return
+        speed = f"{self._tokens / max(1e-3, time.monotonic() - self._began):.0f} tok/s"
+        if outputs.finished:
+            done = sum(answer.finished for answer in answers)
+            self._bar.update(self._task, completed=done, speed=speed)
+        else:
+            self._bar.update(self._task, speed=speed)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a list of ints is one prompt."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [list(prompts)]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _log_progress(phase: str, share: float) -> None:
+    if share <= 0:
+        logger.info("starting: %s", phase)
