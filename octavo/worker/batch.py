@@ -1,0 +1,130 @@
+"""From a plan and the slots to the tensors of one step, in buffers that persist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.core.plan import PROMPT_LOGPROBS, SAMPLE, StepPlan
+from octavo.model.batch import ForwardBatch
+from octavo.worker.slots import Slots
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One step, its n rows in computing order: rows of a single token first."""
+
+    forward: ForwardBatch
+    plan_rows: Int64  # [n] the plan's row behind each row here
+    slots: Int32  # [n]
+    starts: Int32  # [n] position of the row's first token
+    num_tokens: Int32  # [n]
+    drawing: Int64  # [r] rows that draw
+    draw_positions: Int32  # [r] index of the token each of them draws
+    scored: Int64  # rows whose own tokens want log-probabilities
+    first_tokens: Int64  # [n] index of each row's first token in the batch
+
+
+class BatchBuilder:
+    """Builds ForwardBatches for up to ``max_rows`` rows and ``max_tokens`` tokens.
+
+    The buffers are reused: a batch is valid until the next one is built.
+    """
+
+    def __init__(self, slots: Slots, max_tokens: int, max_rows: int) -> None:
+        self.slots = slots
+        self.max_tokens = max_tokens
+        self.max_rows = max_rows
+        self._ids = torch.zeros(max_tokens, dtype=torch.int64)
+        self._positions = torch.zeros(max_tokens, dtype=torch.int64)
+        self._mapping = torch.zeros(max_tokens, dtype=torch.int64)
+        self._starts = torch.zeros(max_rows + 1, dtype=torch.int32)
+        self._lens = torch.zeros(max_rows, dtype=torch.int32)
+        self._tables = torch.zeros(max_rows * slots.max_blocks, dtype=torch.int32)
+        self._logit_rows = torch.zeros(max_rows, dtype=torch.int64)
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """The batch of ``plan``, whose changes the slots must have applied already.
+
+        Raises ValueError for a plan beyond the buffers.
+        """
+        n, total = plan.num_rows, plan.total_tokens
+        if n > self.max_rows or total > self.max_tokens:
+            raise ValueError(
+                f"step {plan.step} has {n} rows and {total} tokens; the worker holds "
+                f"{self.max_rows} rows and {self.max_tokens} tokens"
+            )
+        single = plan.num_tokens == 1
+        decode_rows = int(np.count_nonzero(single))
+        if decode_rows in (0, n):
+            order = np.arange(n)
+            slots, starts = plan.slots, plan.starts
+            num_tokens, flags = plan.num_tokens, plan.flags
+        else:
+            order = np.argsort(~single, kind="stable")
+            slots, starts = plan.slots[order], plan.starts[order]
+            num_tokens, flags = plan.num_tokens[order], plan.flags[order]
+
+        query_starts = np.zeros(n + 1, dtype=np.int64)
+        np.cumsum(num_tokens, out=query_starts[1:])
+        first_tokens = query_starts[:-1]
+        positions, token_slots = starts.astype(np.int64), slots
+        if decode_rows < n:
+            positions = np.arange(total) + np.repeat(starts - first_tokens, num_tokens)
+            token_slots = np.repeat(slots, num_tokens)
+        drawing = ((flags & SAMPLE) != 0).nonzero()[0]
+        ends = starts + num_tokens
+        forward = self._fill(slots, token_slots, positions, query_starts, ends, drawing)
+        forward.decode_rows = decode_rows
+        return StepBatch(
+            forward=forward,
+            plan_rows=order,
+            slots=slots,
+            starts=starts,
+            num_tokens=num_tokens,
+            drawing=drawing,
+            draw_positions=ends[drawing],
+            scored=((flags & PROMPT_LOGPROBS) != 0).nonzero()[0],
+            first_tokens=first_tokens,
+        )
+
+    def _fill(
+        self,
+        slots: Int32,
+        token_slots: Int32,
+        positions: Int64,
+        query_starts: Int64,
+        ends: Int32,
+        drawing: Int64,
+    ) -> ForwardBatch:
+        state, size = self.slots, self.slots.block_size
+        n, total = len(slots), len(positions)
+        self._ids.numpy()[:total] = state.history_host[token_slots, positions]
+        self._positions.numpy()[:total] = positions
+        blocks = state.block_table_host[token_slots, positions // size].astype(np.int64)
+        self._mapping.numpy()[:total] = blocks * size + positions % size
+        self._starts.numpy()[: n + 1] = query_starts
+        self._lens.numpy()[:n] = ends
+        width = int(-(-ends.max() // size))
+        tables = self._tables[: n * width].view(n, width)
+        tables.numpy()[:] = state.block_table_host[:, :width][slots]
+        self._logit_rows.numpy()[: len(drawing)] = query_starts[drawing + 1] - 1
+        return ForwardBatch(
+            token_ids=self._ids[:total],
+            positions=self._positions[:total],
+            slot_mapping=self._mapping[:total],
+            query_starts_host=query_starts.tolist(),
+            seq_lens_host=ends.tolist(),
+            query_starts=self._starts[: n + 1],
+            seq_lens=self._lens[:n],
+            block_tables=tables,
+            block_size=size,
+            decode_rows=0,
+            logit_rows=self._logit_rows[: len(drawing)],
+        )

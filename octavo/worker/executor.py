@@ -1,0 +1,119 @@
+"""Executors: take plans from the engine, give results back, in order. No torch until ``start``."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from octavo.config import EngineConfig
+from octavo.core.plan import StepPlan, StepResult
+from octavo.types import OctavoError
+from octavo.worker.info import PhaseClock, WorkerInfo
+
+if TYPE_CHECKING:
+    from octavo.worker.runner import Runner
+
+Progress = Callable[[str, float], None]
+
+
+class StepFailed(OctavoError):
+    """A step raised. Later plans still run; the requests of this one are lost."""
+
+    def __init__(self, step: int, message: str, plan: StepPlan) -> None:
+        super().__init__(f"step {step} failed: {message}")
+        self.step = step
+        self.message = message
+        self.plan = plan
+
+
+class Executor(Protocol):
+    """Runs plans strictly in the order they were submitted."""
+
+    def start(self, progress: Progress) -> WorkerInfo:
+        """Loads the model. Raises ConfigError when it cannot be used; nothing runs then."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queues a plan; never blocks."""
+
+    def ready(self) -> bool:
+        """Whether ``collect`` would return at once."""
+
+    def collect(self) -> StepResult:
+        """The oldest result not yet collected, waiting for it. Raises StepFailed for its step."""
+
+    def shutdown(self) -> None:
+        """Ends after the plans already submitted. Idempotent."""
+
+
+class UniExecutor:
+    """One worker, on a thread of this process: plan N + 1 is built while N computes."""
+
+    def __init__(self, config: EngineConfig, path: Path) -> None:
+        self._config = config
+        self._path = path
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | StepFailed] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[WorkerInfo | BaseException] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, progress: Progress) -> WorkerInfo:
+        self._thread = threading.Thread(
+            target=self._work, args=(progress,), name="octavo-worker", daemon=True
+        )
+        self._thread.start()
+        outcome = self._started.get()
+        if isinstance(outcome, BaseException):
+            self.shutdown()
+            raise outcome
+        return outcome
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.put(plan)
+
+    def ready(self) -> bool:
+        return not self._results.empty()
+
+    def collect(self) -> StepResult:
+        outcome = self._results.get()
+        if isinstance(outcome, StepFailed):
+            raise outcome
+        return outcome
+
+    def shutdown(self) -> None:
+        if self._thread is not None:
+            self._plans.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self, progress: Progress) -> None:
+        try:
+            runner, info = start_runner(self._config, self._path, progress)
+        except BaseException as error:
+            self._started.put(error)
+            return
+        self._started.put(info)
+        while (plan := self._plans.get()) is not None:
+            try:
+                self._results.put(runner.execute(plan))
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+                failure = StepFailed(plan.step, message, plan)
+                failure.__cause__ = error
+                self._results.put(failure)
+
+
+def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[Runner, WorkerInfo]:
+    """A started runner; its thread must be the one that executes (torch's thread count is its)."""
+    clock = PhaseClock(progress)
+    clock.enter("import torch")
+    from octavo.model.decoder import load_model
+    from octavo.worker.runner import Runner
+
+    imported = clock.finish()
+    runner = Runner(config, path, load_model)
+    info = runner.start(progress)
+    info.startup_seconds.update(imported)
+    return runner, info

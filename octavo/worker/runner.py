@@ -1,0 +1,253 @@
+"""Runner: owns the device, one model and its KV cache; executes plans one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.config import EngineConfig, available_cores, available_memory
+from octavo.core.plan import SAMPLE, Logprobs, NewRequest, StepPlan, StepResult
+from octavo.model.batch import ForwardBatch
+from octavo.types import SamplingParams
+from octavo.worker import batch as batches
+from octavo.worker.info import PhaseClock, WorkerInfo
+from octavo.worker.memory import MemoryPlan, plan_memory
+from octavo.worker.sampler import Sampler, describe, no_logprobs, stack
+from octavo.worker.slots import Slots
+
+# Logits are computed for so many bytes of rows at a time.
+LOGITS_BYTES = 64 << 20
+WARM_UP_TOKENS = 16
+WARM_UP_SECONDS = 0.5
+
+
+class Spec(Protocol):
+    """The facts of a model that a runner reads (model.spec.DecoderSpec has them)."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position(self) -> int: ...
+
+
+class Model(Protocol):
+    """What a runner needs of a loaded model (model.decoder)."""
+
+    spec: Spec
+    dtype: torch.dtype
+    weight_bytes: int
+    implementations: dict[str, str]
+
+    def kv_bytes_per_block(self, block_size: int) -> int: ...
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]: ...
+    def allocate_cache(self, num_blocks: int, block_size: int) -> list[Tensor]: ...
+    def forward(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+Progress = Callable[[str, float], None]
+Loader = Callable[[Path, EngineConfig, Progress], Model]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What the rows of one slice of a step drew."""
+
+    tokens: Tensor  # int64 [r]
+    rows: np.ndarray  # of these, the rows with log-probabilities
+    logprobs: Logprobs | None
+
+
+class Runner:
+    """Loads a model, reserves its memory and computes steps, all on the calling thread."""
+
+    def __init__(self, config: EngineConfig, path: Path, load: Loader) -> None:
+        self.config = config
+        self.path = path
+        self.load = load
+
+    def start(self, progress: Progress) -> WorkerInfo:
+        """Everything before the first plan. Raises ConfigError for what cannot be used."""
+        threads = self.config.parallel.cpu_threads or available_cores()
+        torch.set_num_threads(threads)
+        clock = PhaseClock(progress)
+        with torch.inference_mode():
+            self.model = self.load(self.path, self.config, clock.enter)
+            spec = self.model.spec
+            clock.enter("cache", -1.0)
+            memory = plan_memory(
+                self.config,
+                self.model.kv_bytes_per_block,
+                spec.max_position,
+                available_memory(),
+            )
+            self._reserve(memory)
+            clock.enter("warm-up", -1.0)
+            self._warm_up(memory.num_blocks)
+        return WorkerInfo(
+            architecture=spec.architecture,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device="cpu",
+            vocab_size=spec.vocab_size,
+            max_model_len=memory.max_model_len,
+            block_size=memory.block_size,
+            num_blocks=memory.num_blocks,
+            kv_cache_bytes=memory.kv_cache_bytes,
+            weight_bytes=self.model.weight_bytes,
+            max_num_seqs=memory.max_num_seqs,
+            max_num_batched_tokens=memory.max_num_batched_tokens,
+            threads=threads,
+            implementations=dict(self.model.implementations),
+            startup_seconds=clock.finish(),
+            reasons=memory.reasons,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Computes one plan. After an exception the slots are as the next plan expects them."""
+        with torch.inference_mode():
+            try:
+                self.slots.apply(plan)
+                if len(plan.copies):
+                    self._copy_blocks(plan.copies)
+                return self._compute(plan)
+            except Exception:
+                self.slots.skip(plan)
+                raise
+
+    def _reserve(self, memory: MemoryPlan) -> None:
+        """Cache, slots and step buffers. On a CPU this takes address space; the system commits a
+        page when it is first written, so the cache costs what has been used of it."""
+        rows, tokens = memory.max_num_seqs, memory.max_num_batched_tokens
+        vocab = self.model.spec.vocab_size
+        self.cache = self.model.allocate_cache(memory.num_blocks, memory.block_size)
+        self.block_axis = block_axis(self.model.kv_shape, memory.block_size)
+        self.slots = Slots(rows, memory.max_model_len, memory.block_size, vocab)
+        self.batches = batches.BatchBuilder(self.slots, max(rows, tokens), rows)
+        self.sampler = Sampler(self.slots)
+        self.logit_rows = max(1, LOGITS_BYTES // (4 * vocab))
+
+    def _copy_blocks(self, copies: np.ndarray) -> None:
+        """All sources are read before any destination is written."""
+        index = torch.from_numpy(copies.astype(np.int64))
+        for layer in self.cache:
+            found = layer.index_select(self.block_axis, index[:, 0])
+            layer.index_copy_(self.block_axis, index[:, 1], found)
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        batch = self.batches.build(plan)
+        hidden = self.model.forward(batch.forward, self.cache)
+        tokens = np.zeros((plan.num_rows, 1), dtype=np.int32)
+        accepted = np.zeros(plan.num_rows, dtype=np.int32)
+        result = StepResult(plan.step, tokens, accepted, np.zeros(0, dtype=np.int32))
+        if len(batch.scored):
+            self._score_prompts(batch, hidden, result)
+        if len(batch.drawing):
+            self._draw(batch, hidden, result)
+        return result
+
+    def _draw(self, batch: batches.StepBatch, hidden: Tensor, result: StepResult) -> None:
+        slots = batch.slots[batch.drawing]
+        last = hidden[batch.forward.logit_rows]
+        drawn: list[Drawn] = []
+        for start in range(0, len(slots), self.logit_rows):
+            part = slice(start, start + self.logit_rows)
+            logits = self.model.logits(last[part])
+            positions = batch.draw_positions[part]
+            tokens, rows, logprobs = self.sampler.sample(logits, slots[part], positions)
+            drawn.append(Drawn(tokens, rows + start, logprobs))
+        tokens = drawn[0].tokens if len(drawn) == 1 else torch.cat([d.tokens for d in drawn])
+        self.slots.append(slots, batch.draw_positions, tokens)
+        rows = batch.plan_rows[batch.drawing]
+        result.tokens[rows, 0] = tokens.numpy()
+        result.num_accepted[rows] = 1
+        found = [d for d in drawn if d.logprobs is not None]
+        if found:
+            result.logprob_rows = rows[np.concatenate([d.rows for d in found])].astype(np.int32)
+            result.logprobs = stack([d.logprobs for d in found if d.logprobs is not None])
+
+    def _score_prompts(self, batch: batches.StepBatch, hidden: Tensor, result: StepResult) -> None:
+        """For each token of the rows that ask, the log-probability of the token after it."""
+        for row in batch.scored.tolist():
+            slot, start = int(batch.slots[row]), int(batch.starts[row])
+            end = min(start + int(batch.num_tokens[row]), int(self.slots.prompt_len[slot]) - 1)
+            shift = int(batch.first_tokens[row]) - start
+            k = int(self.slots.prompt_logprobs[slot])
+            parts = [no_logprobs(k)]
+            for low in range(start, end, self.logit_rows):
+                high = min(low + self.logit_rows, end)
+                logits = self.model.logits(hidden[shift + low : shift + high])
+                following = self.slots.history[slot, low + 1 : high + 1].to(torch.int64)
+                wanted = np.full(high - low, k, dtype=np.int32)
+                parts.append(describe(logits.log_softmax(-1), following, wanted))
+            result.prompt_logprobs[int(batch.plan_rows[row])] = stack(parts)
+
+    def _warm_up(self, num_blocks: int) -> None:
+        """One small prompt and one token after it, so that the first request finds threads, kernels
+        and allocator ready. Leaves nothing behind but values in free blocks."""
+        began = time.perf_counter()
+        length = min(WARM_UP_TOKENS, self.slots.max_len, num_blocks * self.slots.block_size) - 1
+        if length < 1:
+            return
+        params = SamplingParams(temperature=0.8, top_p=0.95)
+        self.execute(_first_plan(length, params, self.slots.block_size))
+        if time.perf_counter() - began < WARM_UP_SECONDS / 2:
+            self.execute(_next_plan(length))
+        self.slots.free(np.zeros(1, dtype=np.int32))
+
+
+def block_axis(kv_shape: Callable[[int, int], tuple[int, ...]], block_size: int) -> int:
+    """The axis of a layer's cache that counts blocks: the one that grows with their number."""
+    one, two = kv_shape(1, block_size), kv_shape(2, block_size)
+    return next(axis for axis, (a, b) in enumerate(zip(one, two)) if a != b)
+
+
+def _first_plan(num_tokens: int, params: SamplingParams, block_size: int) -> StepPlan:
+    """Slot 0 is placed with a prompt of zeros and blocks 0, 1 … for one token more, and draws."""
+    blocks = np.arange(-(-(num_tokens + 1) // block_size), dtype=np.int32)
+    return StepPlan(
+        step=-1,
+        slots=_ints(0),
+        num_tokens=_ints(num_tokens),
+        starts=_ints(0),
+        flags=np.array([SAMPLE], dtype=np.uint8),
+        block_starts=_ints(0),
+        block_indptr=_ints(0, len(blocks)),
+        block_ids=blocks,
+        freed_slots=_ints(),
+        copies=np.zeros((0, 2), dtype=np.int32),
+        new_requests=[NewRequest(0, num_tokens, params, seed=0)],
+        new_indptr=_ints(0, num_tokens),
+        new_token_ids=np.zeros(num_tokens, dtype=np.int32),
+    )
+
+
+def _next_plan(position: int) -> StepPlan:
+    """Slot 0 computes the token at ``position``, which it drew, and draws the next."""
+    return StepPlan(
+        step=-1,
+        slots=_ints(0),
+        num_tokens=_ints(1),
+        starts=_ints(position),
+        flags=np.array([SAMPLE], dtype=np.uint8),
+        block_starts=_ints(0),
+        block_indptr=_ints(0, 0),
+        block_ids=_ints(),
+        freed_slots=_ints(),
+        copies=np.zeros((0, 2), dtype=np.int32),
+        new_requests=[],
+        new_indptr=_ints(0),
+        new_token_ids=_ints(),
+    )
+
+
+def _ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
