@@ -31,6 +31,8 @@ class PrefixIndex:
         """Whether a running request is computing what follows ``match`` in this one."""
         if not self._computing or request.params.prompt_logprobs is not None:
             return False
+        if match.num_tokens == len(request.tokens) - 1:
+            return False  # all that can be found is found
         keys = request.chain.keys
         index = (match.num_tokens - match.partial) // self.pool.block_size
         key = keys[index] if index < len(keys) else self._tail_key(request, request.tokens)
