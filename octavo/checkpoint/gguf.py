@@ -29,7 +29,7 @@ MAX_ARRAY_DEPTH = 4
 
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 # Value type of the specification -> its little-endian numpy form.
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
     2: np.dtype("<u2"),
@@ -48,7 +48,7 @@ _u64 = struct.Struct("<Q").unpack_from
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One entry of the tensor table. ``shape`` is row-major, ``offset`` is from the file's start."""
+    """An entry of the tensor table. ``shape`` is row-major, ``offset`` is from the file's start."""
 
     name: str
     type: GGMLQuantizationType
@@ -77,7 +77,7 @@ class GGUFFile:
             self._bytes = np.memmap(self.path, dtype=np.uint8, mode="r")
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-        header = _Header(self.path, memoryview(self._bytes), size)
+        header = _Header(self.path, self._bytes.data, size)
         version = header.u32("the version")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
@@ -97,7 +97,7 @@ class GGUFFile:
 
     @cached_property
     def tensors(self) -> dict[str, GGUFTensor]:
-        """The tensor table, in file order. Raises ConfigError for a tensor beyond the file's end."""
+        """The tensor table, in file order. Raises ConfigError if a tensor ends beyond the file."""
         if int(self.metadata.get("split.count", 1)) > 1:
             raise ConfigError(
                 f"{self.path}: one of {self.metadata['split.count']} parts of a split model; join "

@@ -1,0 +1,118 @@
+"""From the ids of one choice to the text its client sees, streamed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.stops import StopScanner
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import InvalidRequest, SamplingParams
+
+
+class ChoiceText:
+    """Text of one choice while its tokens arrive.
+
+    What ``push`` and ``finish`` return, joined, is ``text``, however the tokens were cut into
+    pushes. Text that could be the beginning of a stop string is held back until it is decided.
+
+    ``token_ids`` counts the tokens up to and including the one that completed a stop string;
+    what the engine sent after it (it may be some steps ahead) is dropped.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_pieces",
+        "_scanner",
+        "stop_string",
+        "token_ids",
+    )
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, at_start: bool = False
+    ) -> None:
+        """``tokenizer`` None, or ``params.detokenize`` false: ids are counted, no text is made.
+        ``at_start``: see Detokenizer. Raises InvalidRequest for stop strings without text."""
+        wants_text = tokenizer is not None and params.detokenize
+        if params.stop and not wants_text:
+            raise InvalidRequest("stop needs text: set detokenize, and serve a tokenizer", "stop")
+        self.token_ids: list[int] = []
+        self.stop_string: str | None = None
+        self._detokenizer = (
+            Detokenizer(tokenizer, params.skip_special_tokens, at_start)
+            if tokenizer is not None and params.detokenize
+            else None
+        )
+        self._scanner = StopScanner(params.stop) if params.stop else None
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._pieces: list[str] = []
+        self._held = ""
+
+    @property
+    def text(self) -> str:
+        """All that has come out so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def push(self, token_ids: Sequence[int], ends_with_stop_id: bool = False) -> str:
+        """Takes in tokens; returns the text that is safe to send now.
+
+        ``ends_with_stop_id``: the last of them ended the choice (EOS or a stop id). It counts, and
+        its text is left out unless ``include_stop_str_in_output`` is set.
+        """
+        if self.stop_string is not None:
+            return ""
+        visible = token_ids
+        if ends_with_stop_id and not self._include_stop:
+            visible = token_ids[:-1]
+        if self._detokenizer is None:
+            self.token_ids += token_ids
+            return ""
+        if self._scanner is None:
+            self.token_ids += token_ids
+            return self._release(self._detokenizer.push(visible))
+        out = [self._push_scanned(token, self._scanner, self._detokenizer) for token in visible]
+        if self.stop_string is None and len(visible) < len(token_ids):
+            self.token_ids.append(token_ids[-1])
+        return "".join(out)
+
+    def finish(self) -> str:
+        """The end of the choice: text held back, and U+FFFD for a character that never got whole.
+        Calling it again returns nothing."""
+        if self._detokenizer is None or self.stop_string is not None:
+            return ""
+        rest = self._held + self._detokenizer.finish()
+        self._held = ""
+        return self._release(rest)
+
+    def _push_scanned(self, token: int, scanner: StopScanner, detokenizer: Detokenizer) -> str:
+        if self.stop_string is not None:
+            return ""
+        self.token_ids.append(token)
+        piece = detokenizer.push((token,))
+        if not piece:
+            return ""
+        match = scanner.scan(piece, armed=len(self.token_ids) > self._min_tokens)
+        if match is not None:
+            self.stop_string = match.stop
+            text = self._held + piece[: match.end]
+            self._held = ""
+            return self._release(text if self._include_stop else text[: -len(match.stop)])
+        text = self._held + piece
+        safe = len(text) - scanner.num_held
+        self._held = text[safe:]
+        return self._release(text[:safe])
+
+    def _release(self, text: str) -> str:
+        if text:
+            self._pieces.append(text)
+        return text

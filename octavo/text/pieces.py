@@ -1,0 +1,102 @@
+"""Sentencepiece vocabularies (pieces with scores) as byte-pair merges, from either kind of file.
+
+Sentencepiece's BPE joins, again and again, the neighbours whose joined piece has the highest
+score. The same as merge rules: every way to cut a piece in two known pieces, best score first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers
+from tokenizers import Tokenizer as Backend
+
+from octavo.types import ConfigError
+
+
+class PieceType(IntEnum):
+    """Of ``tokenizer.ggml.token_type`` and of tokenizer.model's pieces."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[AddedToken]:
+    """Tokens found in a text as a whole: control ones (special) and user-defined ones."""
+    return [
+        AddedToken(token, special=kind == PieceType.CONTROL, normalized=False)
+        for token, kind in zip(tokens, types)
+        if kind in (PieceType.CONTROL, PieceType.USER_DEFINED) and token
+    ]
+
+
+def index_tokens(tokens: Sequence[str], where: object) -> dict[str, int]:
+    """Token -> id. Raises ConfigError when one token has two ids."""
+    vocab = {token or f"[EMPTY_{index}]": index for index, token in enumerate(tokens)}
+    if len(vocab) < len(tokens):
+        seen: dict[str, int] = {}
+        for index, token in enumerate(tokens):
+            if token and seen.setdefault(token, index) != index:
+                raise ConfigError(
+                    f"{where}: token {token!r} has two ids, {seen[token]} and {index}"
+                )
+    return vocab
+
+
+def merges_from_scores(
+    vocab: dict[str, int], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    normal = {token: index for token, index in vocab.items() if types[index] == PieceType.NORMAL}
+    found: list[tuple[float, int, int, str, str]] = []
+    for piece, index in normal.items():
+        for cut in range(1, len(piece)):
+            left = normal.get(piece[:cut])
+            if left is not None:
+                right = normal.get(piece[cut:])
+                if right is not None:
+                    found.append((-scores[index], left, right, piece[:cut], piece[cut:]))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def sentencepiece_backend(
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    types: Sequence[int],
+    *,
+    add_space_prefix: bool,
+    where: Path,
+    charsmap: bytes = b"",
+    collapse_spaces: bool = False,
+) -> Backend:
+    """``charsmap`` is sentencepiece's compiled normalization; ``collapse_spaces`` makes runs of
+    spaces one and strips the ends, before the prefix space is put."""
+    vocab = index_tokens(tokens, where)
+    unknown = [token for token, kind in zip(tokens, types) if kind == PieceType.UNKNOWN]
+    model = models.BPE(
+        vocab=vocab,
+        merges=merges_from_scores(vocab, scores, types),
+        unk_token=unknown[0] if unknown else None,
+        fuse_unk=True,
+        byte_fallback=PieceType.BYTE in types,
+    )
+    backend = Backend(model)
+    steps: list[normalizers.Normalizer] = []
+    if charsmap:
+        steps.append(normalizers.Precompiled(charsmap))
+    if collapse_spaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if add_space_prefix:
+        steps.append(normalizers.Prepend("▁"))
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_tokens(added_tokens(tokens, types))
+    return backend
