@@ -42,7 +42,7 @@ class _Frontend:
         self.chat_template: ChatTemplate | None = None
         if not config.model.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(self.files.path, config.model.tokenizer)
-            self.chat_template = load_chat_template(self.files.path)
+            self.chat_template = load_chat_template(self.tokenizer)
         self.engine, self.executor = start_engine(self.config, _log_progress)
         self._next_handle = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stops import StopScanner
@@ -22,6 +22,7 @@ class ChoiceText:
 
     __slots__ = (
         "_detokenizer",
+        "_end_ids",
         "_held",
         "_include_stop",
         "_min_tokens",
@@ -32,10 +33,19 @@ class ChoiceText:
     )
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, at_start: bool = False
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        *,
+        eos_ids: Collection[int] | None = None,
+        at_start: bool = False,
     ) -> None:
         """``tokenizer`` None, or ``params.detokenize`` false: ids are counted, no text is made.
-        ``at_start``: see Detokenizer. Raises InvalidRequest for stop strings without text."""
+
+        ``eos_ids``: the engine's (None: the tokenizer's). EOS and stop ids end a choice; their
+        text is left out unless ``include_stop_str_in_output``. ``at_start``: see Detokenizer.
+        Raises InvalidRequest for stop strings without text.
+        """
         wants_text = tokenizer is not None and params.detokenize
         if params.stop and not wants_text:
             raise InvalidRequest("stop needs text: set detokenize, and serve a tokenizer", "stop")
@@ -48,6 +58,10 @@ class ChoiceText:
         )
         self._scanner = StopScanner(params.stop) if params.stop else None
         self._include_stop = params.include_stop_str_in_output
+        if eos_ids is None:
+            eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
+        ends = () if params.ignore_eos else eos_ids
+        self._end_ids = frozenset() if self._include_stop else {*ends, *params.stop_token_ids}
         self._min_tokens = params.min_tokens
         self._pieces: list[str] = []
         self._held = ""
@@ -63,25 +77,20 @@ class ChoiceText:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def push(self, token_ids: Sequence[int], ends_with_stop_id: bool = False) -> str:
-        """Takes in tokens; returns the text that is safe to send now.
-
-        ``ends_with_stop_id``: the last of them ended the choice (EOS or a stop id). It counts, and
-        its text is left out unless ``include_stop_str_in_output`` is set.
-        """
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes in tokens; returns the text that is safe to send now."""
         if self.stop_string is not None:
             return ""
-        visible = token_ids
-        if ends_with_stop_id and not self._include_stop:
-            visible = token_ids[:-1]
         if self._detokenizer is None:
             self.token_ids += token_ids
             return ""
+        hidden = bool(token_ids) and token_ids[-1] in self._end_ids
+        visible = token_ids[:-1] if hidden else token_ids
         if self._scanner is None:
             self.token_ids += token_ids
             return self._release(self._detokenizer.push(visible))
         out = [self._push_scanned(token, self._scanner, self._detokenizer) for token in visible]
-        if self.stop_string is None and len(visible) < len(token_ids):
+        if hidden and self.stop_string is None:
             self.token_ids.append(token_ids[-1])
         return "".join(out)
 
