@@ -43,7 +43,11 @@ class ModelConfig:
         top=True,
     )
     served_model_name: list[str] = flag(
-        [], "names clients may use; the first is the one reported", group="model", kind="list"
+        [],
+        "names clients may use; the first is the one reported (default MODEL)",
+        group="model",
+        kind="list",
+        top=True,
     )
     tokenizer: str | None = flag(
         None, "tokenizer directory or file (default: the model's)", group="model"

@@ -1,0 +1,71 @@
+"""``octavo bench latency``: seconds from a batch of prompts to its last token, offline."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from octavo.cli.arguments import Arguments, Command
+from octavo.cli.bench.datasets import random_ids
+from octavo.cli.bench.offline import as_prompt, load_llm
+from octavo.cli.console import CountLine, table
+from octavo.config import EngineConfig, flag
+from octavo.types import SamplingParams
+
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True)
+class LatencyOptions:
+    input_len: int = flag(32, "prompt tokens", group="latency", top=True, minimum=1)
+    output_len: int = flag(128, "output tokens", group="latency", top=True, minimum=1)
+    batch_size: int = flag(8, "prompts at a time", group="latency", top=True, minimum=1)
+    n: int = flag(1, "answers per prompt", group="latency", minimum=1)
+    num_iters_warmup: int = flag(10, "batches before measuring", group="latency", minimum=0)
+    num_iters: int = flag(30, "batches measured", group="latency", top=True, minimum=1)
+    output_json: str | None = flag(None, "write the figures to this file", group="latency")
+    disable_tqdm: bool = flag(False, "no progress", group="latency")
+
+
+COMMAND = Command(
+    "bench latency",
+    "Runs one batch again and again, offline, with fresh prompts, and reports its seconds.",
+    (LatencyOptions, EngineConfig),
+    examples=("octavo bench latency smollm2-135m --batch-size 1 --num-iters 10",),
+)
+
+
+def run(arguments: Arguments) -> int:
+    options = arguments.build(LatencyOptions)
+    llm = load_llm(arguments)
+    rng = np.random.default_rng(0)
+    params = SamplingParams(
+        n=options.n, temperature=1.0, ignore_eos=True, max_tokens=options.output_len
+    )
+    total = options.num_iters_warmup + options.num_iters
+    progress = None if options.disable_tqdm else CountLine(total, "batches")
+    seconds: list[float] = []
+    for i in range(total):
+        prompts = [as_prompt(random_ids(rng, options.input_len)) for _ in range(options.batch_size)]
+        begin = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        if i >= options.num_iters_warmup:
+            seconds.append(time.perf_counter() - begin)
+        if progress:
+            progress.show(i + 1)
+    percentiles = {str(p): float(np.percentile(seconds, p)) for p in _PERCENTILES}
+    rows = [("mean", f"{np.mean(seconds):.4f} s"), ("best", f"{min(seconds):.4f} s")]
+    rows += [(f"p{p}", f"{value:.4f} s") for p, value in percentiles.items()]
+    print(table(rows))
+    if options.output_json:
+        figures = {
+            "avg_latency": float(np.mean(seconds)),
+            "latencies": seconds,
+            "percentiles": percentiles,
+        }
+        Path(options.output_json).write_text(json.dumps(figures, indent=1) + "\n")
+    return 0

@@ -1,0 +1,46 @@
+"""``octavo serve``: read the flags, find the model, run the server until it is told to stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.cli.arguments import Arguments, Command
+from octavo.cli.startup import StartupLog
+from octavo.config import EngineConfig, ServerConfig, environment_api_keys, reject_unsupported
+
+COMMAND = Command(
+    "serve",
+    "Starts the OpenAI-compatible server.",
+    (EngineConfig, ServerConfig),
+    examples=(
+        "octavo serve                              the demo model on port 8000",
+        "octavo serve ./my-model --port 9000       a directory with config.json and safetensors",
+        "octavo serve model.gguf --api-key secret  a GGUF file, behind a key",
+        "octavo serve org/name --max-model-len 8k  a model of the hub",
+    ),
+    migrating=True,
+)
+
+
+def run(arguments: Arguments) -> int:
+    """Returns when the server has drained; ConfigError before that for what cannot be served."""
+    engine_config = arguments.build(EngineConfig)
+    server_config = arguments.build(ServerConfig)
+    reject_unsupported(engine_config)
+    if not server_config.api_key:
+        server_config = replace(server_config, api_key=environment_api_keys())
+    asked = engine_config.model
+    names = asked.served_model_name or [asked.model]
+    log = StartupLog(names[0])
+
+    from octavo.checkpoint.locate import locate
+
+    weights = asked.load_format != "dummy"
+    files = locate(asked.model, asked.revision, weights=weights, progress=log.progress)
+    # From here on the model is its files: the engine process must not look for them again.
+    model = replace(asked, model=str(files.path), served_model_name=names)
+    engine_config = replace(engine_config, model=model)
+
+    from octavo.server.lifecycle import serve
+
+    return serve(engine_config, server_config, files, log)

@@ -1,0 +1,82 @@
+"""The ``octavo`` command as a process: exit codes, one line on stderr, quick answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo import __version__
+from octavo.cli.main import COMMANDS, COMMANDS_OF_LATER_VERSIONS, main
+
+
+def octavo(*tokens: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "octavo", *tokens], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["serve", "/no/such/model"],
+        ["serve", "--no-such-flag"],
+        ["serve", "--port", "x"],
+        ["serve", "--tensor-parallel-size", "2"],
+        ["serve", "--trust-remote-code"],
+        ["serve", "-q", "awq"],
+        ["sreve"],
+        ["chat", "--url", "http://127.0.0.1:9", "-q", "hi"],
+        ["chat", "--dtype", "half", "-q", "hi"],
+        ["pull", "no-such-model"],
+        *([name] for name in COMMANDS_OF_LATER_VERSIONS),
+    ],
+    ids=" ".join,
+)
+def test_a_fault_of_the_user_is_one_line_and_exit_2(
+    tokens: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(tokens) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith("octavo 0")]
+    assert len(lines) == 1 and lines[0].startswith("octavo: ") and not out
+
+
+def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+    done = octavo("serve", str(tmp_path))
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_version() -> None:
+    assert octavo("--version").stdout.strip() == __version__
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"octavo {command}" in capsys.readouterr().out
+
+
+def test_help_answers_at_once() -> None:
+    best = 10.0
+    for _ in range(5):
+        begin = time.monotonic()
+        done = octavo("--help")
+        best = min(best, time.monotonic() - begin)
+    assert done.returncode == 0 and "octavo serve" in done.stdout
+    assert best < 0.3
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m octavo serve --help=all | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Traceback" not in done.stderr
