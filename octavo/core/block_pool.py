@@ -6,7 +6,7 @@ A block is in one of three states:
     cached   count 0, content known     in the free list; revived in O(1) by a hit
     empty    count 0, no content        in the free list, at its head
 
-Content is known by a chain of keys: ``key(block) = blake2b(key(parent), ids of the block)``, the
+Content is known by a chain of keys: ``key(block) = blake2b(key(parent) + ids of the block)``, the
 root being the tenant's salt. Only full blocks have a key. A block whose first few places alone are
 known (the tail of a prompt or of a finished answer) is *open*: it is found through its parent and
 copied (``fork``) by whoever continues it, for a shared block is never written.
@@ -29,7 +29,7 @@ MAX_CANDIDATES = 64
 
 def chain_key(parent: bytes, ids: bytes) -> bytes:
     """Key of a block with these int32 ids behind the block (or root) ``parent``."""
-    return blake2b(ids, digest_size=16, key=parent).digest()
+    return blake2b(parent + ids, digest_size=16).digest()
 
 
 def root_key(*facts: bytes | str) -> bytes:
@@ -55,8 +55,14 @@ class PrefixKeys:
         """Brings the chain up to all full blocks of ``ids`` (int32, the whole sequence)."""
         size = self.block_size
         for index in range(len(self.keys), len(ids) // size):
-            block_ids = ids[index * size : (index + 1) * size].tobytes()
-            self.keys.append(chain_key(self.parent(index), block_ids))
+            self.key(index, ids[index * size : (index + 1) * size].tobytes())
+
+    def key(self, index: int, block_ids: bytes) -> bytes:
+        """Key of block ``index``, whose ids are these; the chain reaches at least to its parent."""
+        keys = self.keys
+        if index == len(keys):
+            keys.append(chain_key(keys[-1] if keys else self.root, block_ids))
+        return keys[index]
 
     def parent(self, index: int) -> bytes:
         """Key of what stands before block ``index``."""
@@ -179,7 +185,8 @@ class BlockPool:
         and its ``key`` if that is the whole block. The first block with some content keeps it."""
         if not self.caching:
             return
-        self._forget(block)
+        if self._parent[block] is not None:
+            self._forget(block)
         if key is not None:
             if key in self._by_key:
                 return
@@ -187,7 +194,11 @@ class BlockPool:
         self._key[block] = key
         self._parent[block] = parent
         self._ids[block] = ids
-        self._children.setdefault(parent, {})[block] = None
+        siblings = self._children.get(parent)
+        if siblings is None:
+            self._children[parent] = {block: None}
+        else:
+            siblings[block] = None
 
     def match(self, ids: Int32, chain: PrefixKeys, limit: int) -> PrefixMatch:
         """The longest cached prefix of ``ids`` within ``limit`` tokens. Takes no reference."""

@@ -14,6 +14,8 @@ def int32(values: object) -> Int32:
 
 
 EMPTY = int32([])
+NO_PAIRS = EMPTY.reshape(0, 2)
+NO_ROWS = int32([0])  # index pointer of an empty CSR
 
 
 class PlanBuilder:
@@ -83,10 +85,10 @@ class PlanBuilder:
             block_starts=block_starts,
             block_indptr=block_indptr,
             block_ids=block_ids,
-            freed_slots=int32(freed_slots),
-            copies=int32(self._copies).reshape(-1, 2),
+            freed_slots=int32(freed_slots) if freed_slots else EMPTY,
+            copies=int32(self._copies) if self._copies else NO_PAIRS,
             new_requests=[new for new, _ in self._new],
-            new_indptr=int32(np.cumsum([0, *(len(ids) for _, ids in self._new)])),
+            new_indptr=_pointers([len(ids) for _, ids in self._new]) if self._new else NO_ROWS,
             new_token_ids=np.concatenate([ids for _, ids in self._new]) if self._new else EMPTY,
         )
 
@@ -103,14 +105,17 @@ class PlanBuilder:
         indptr = np.zeros(len(slots) + 1, dtype=np.int32)
         if not self._blocks:
             return block_starts, indptr, EMPTY
-        ids: list[int] = []
-        row_of = np.full(len(self._running.requests), -1, dtype=np.int32)
+        row_of = np.zeros(len(self._running.requests), dtype=np.int32)
         row_of[slots] = np.arange(len(slots), dtype=np.int32)
-        rows = row_of[list(self._blocks)].tolist()
+        rows = row_of[list(self._blocks)]
+        updates = list(self._blocks.values())
+        block_starts[rows] = [index for index, _ in updates]
         counts = np.zeros(len(slots), dtype=np.int32)
-        for row, (index, blocks) in sorted(zip(rows, self._blocks.values())):
-            block_starts[row] = index
-            counts[row] = len(blocks)
-            ids += blocks
+        counts[rows] = [len(blocks) for _, blocks in updates]
         np.cumsum(counts, out=indptr[1:])
+        ids = [block for entry in rows.argsort().tolist() for block in updates[entry][1]]
         return block_starts, indptr, int32(ids)
+
+
+def _pointers(lengths: list[int]) -> Int32:
+    return int32(np.cumsum([0, *lengths]))

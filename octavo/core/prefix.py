@@ -55,28 +55,24 @@ class PrefixIndex:
 
     def advance(self, request: Request, ids: Int32) -> None:
         """``ids``: all tokens whose KV is in issued plans and whose ids are known. Makes the blocks
-        that are now full findable, and the open block at the end while others may wait for it."""
-        size = self.pool.block_size
+        that are now full findable."""
+        size, chain = self.pool.block_size, request.chain
         full = len(ids) // size
+        for index in range(request.num_registered, full):
+            block_ids = ids[index * size : (index + 1) * size].tobytes()
+            key = chain.key(index, block_ids)
+            self.pool.register(request.blocks[index], chain.parent(index), block_ids, key)
+            if request.pending_keys and self._computing.get(key) is request:
+                del self._computing[key]
         if full > request.num_registered:
-            request.chain.extend(ids)
-            keys = request.chain.keys
-            for index in range(request.num_registered, full):
-                key = keys[index]
-                self.pool.register(
-                    request.blocks[index],
-                    request.chain.parent(index),
-                    ids[index * size : (index + 1) * size].tobytes(),
-                    key,
-                )
-                if request.pending_keys and self._computing.get(key) is request:
-                    del self._computing[key]
             request.num_registered = full
-        if request.pending_keys:
-            tail = self._tail_key(request, ids)
-            if tail is not None and self._computing.get(tail) is request:
-                self._register_tail(request, ids)
-                del self._computing[tail]
+
+    def complete(self, request: Request, ids: Int32) -> None:
+        """All that the request began with is computed: its open block is findable, nobody waits."""
+        tail = self._tail_key(request, ids)
+        if tail is not None and self._computing.get(tail) is request:
+            self._register_tail(request, ids)
+        self.forget_pending(request)
 
     def leave(self, request: Request, ids: Int32, keep: bool = True) -> None:
         """A request stops running. Its blocks are released; with ``keep`` their content (``ids``:

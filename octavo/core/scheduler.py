@@ -191,7 +191,8 @@ class Scheduler:
         self._step += 1
         self.counters.steps += 1
         self._issued.append(Issued(plan, self.running.epoch[plan.slots]))
-        self._advance(plan.slots)
+        if self.running.entered or plan.num_tokens.max() > 1:
+            self._advance(plan.slots)  # prompts; what decoding fills is found in ``update``
         return plan
 
     def _share_budget(self) -> tuple[Int32, Int32, int, int]:
@@ -199,15 +200,17 @@ class Scheduler:
         running, limits = self.running, self.limits
         order = running.order
         need = np.minimum(running.total[order], running.limit[order] - 1) - running.computed[order]
-        order, need = order[need > 0], need[need > 0]
-        chunk_rows = np.nonzero(need > 1)[0]
-        num_decode = len(order) - len(chunk_rows)
+        num_idle, chunk_rows = int((need <= 0).sum()), np.nonzero(need > 1)[0]
+        num_decode = len(order) - num_idle - len(chunk_rows)
         budget = limits.max_num_batched_tokens - num_decode
         chunk_budget = self._chunk_budget(num_decode)
+        if not num_idle and not len(chunk_rows) and budget >= 0:
+            return order, need, budget, chunk_budget  # all decode
         for row in chunk_rows.tolist():
             need[row] = count = self._chunk(int(need[row]), budget, chunk_budget)
             budget -= count
             chunk_budget -= count
+        need = np.maximum(need, 0)
         if budget < 0:  # more decoding rows than the budget: first in line first
             need[np.cumsum(need) > limits.max_num_batched_tokens] = 0
         scheduled = need > 0
@@ -230,13 +233,13 @@ class Scheduler:
         are none. True if it did."""
         running, size = self.running, self.pool.block_size
         ends = running.computed[rows] + counts
+        outgrown = np.nonzero(ends > running.capacity[rows])[0]
         preempted = False
-        for row in np.nonzero(ends > running.capacity[rows])[0].tolist():
-            slot = int(rows[row])
+        for slot, end in zip(rows[outgrown].tolist(), ends[outgrown].tolist()):
             request = running.requests[slot]
             if request is None:
                 continue  # preempted a moment ago
-            missing = -(-int(ends[row]) // size) - len(request.blocks)
+            missing = -(-end // size) - len(request.blocks)
             while self.pool.num_free < missing and running.requests[slot] is request:
                 victim = int(running.order[-1])
                 builder.drop_blocks(victim)
@@ -279,13 +282,15 @@ class Scheduler:
         complete = valid - valid % size > running.registered[slots]
         if running.entered:
             complete |= np.isin(slots, list(running.entered)) & (valid == running.known[slots])
-        for row in np.nonzero(complete)[0].tolist():
-            slot = int(slots[row])
+        rows = np.nonzero(complete)[0]
+        for slot, count in zip(slots[rows].tolist(), valid[rows].tolist()):
             request = running.at(slot)
-            self.prefix.advance(request, running.tokens[slot, : valid[row]])
+            tokens = running.tokens[slot, :count]
+            self.prefix.advance(request, tokens)
             running.registered[slot] = request.num_registered * size
-            if valid[row] == running.known[slot]:
+            if slot in running.entered and count == running.known[slot]:
                 running.entered.discard(slot)
+                self.prefix.complete(request, tokens)
 
     # ---- admission ----
 
