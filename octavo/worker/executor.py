@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -10,23 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from octavo.config import EngineConfig
 from octavo.core.plan import StepPlan, StepResult
-from octavo.types import OctavoError
+from octavo.types import StepFailed
 from octavo.worker.info import PhaseClock, WorkerInfo
 
 if TYPE_CHECKING:
     from octavo.worker.runner import Runner
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[str, float], None]
-
-
-class StepFailed(OctavoError):
-    """A step raised. Later plans still run; the requests of this one are lost."""
-
-    def __init__(self, step: int, message: str, plan: StepPlan) -> None:
-        super().__init__(f"step {step} failed: {message}")
-        self.step = step
-        self.message = message
-        self.plan = plan
 
 
 class Executor(Protocol):
@@ -99,10 +92,16 @@ class UniExecutor:
             try:
                 self._results.put(runner.execute(plan))
             except Exception as error:
-                message = f"{type(error).__name__}: {error}"
-                failure = StepFailed(plan.step, message, plan)
+                logger.exception("step %d failed; its plan was %s", plan.step, columns(plan))
+                failure = StepFailed(plan.step, f"{type(error).__name__}: {error}")
                 failure.__cause__ = error
                 self._results.put(failure)
+
+
+def columns(plan: StepPlan) -> str:
+    """The columns of a plan for a log; no ids, which are the users' texts."""
+    shown = ("slots", "num_tokens", "starts", "flags", "block_starts", "block_indptr", "block_ids")
+    return " ".join(f"{name}={getattr(plan, name).tolist()}" for name in shown)
 
 
 def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[Runner, WorkerInfo]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.types import SamplingParams
 from octavo.worker.runner import Runner
@@ -18,10 +18,11 @@ from tests.worker.plans import New, Row, SumModel, plan
 BLOCK = 4
 
 
-def config(**cache: int) -> EngineConfig:
+def config(threads: int = 2) -> EngineConfig:
     return EngineConfig(
-        cache=CacheConfig(block_size=BLOCK, num_gpu_blocks_override=64, **cache),
+        cache=CacheConfig(block_size=BLOCK, num_gpu_blocks_override=64),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        parallel=ParallelConfig(cpu_threads=threads),
     )
 
 

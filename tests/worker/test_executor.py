@@ -1,0 +1,110 @@
+"""The worker thread: order, overlap, failures, start and end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.types import ConfigError, StepFailed
+from octavo.worker import executor as executors
+from octavo.worker.executor import UniExecutor
+from octavo.worker.info import WorkerInfo
+from octavo.worker.runner import Runner
+from tests.worker.plans import New, Row, SumModel, plan
+from tests.worker.test_runner import config
+
+
+class Gated(SumModel):
+    """Each forward waits until it is let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Semaphore(2)  # the two steps of the warm-up
+        self.threads: set[int] = set()
+
+    def forward(self, batch, cache):  # type: ignore[no-untyped-def]
+        assert self.gate.acquire(timeout=10)
+        self.threads.add(torch.get_num_threads())
+        return super().forward(batch, cache)
+
+
+@pytest.fixture
+def model() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def executor(model: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[UniExecutor]:
+    def start(config, path, progress) -> tuple[Runner, WorkerInfo]:  # type: ignore[no-untyped-def]
+        runner = Runner(config, path, lambda path, config, progress: model)
+        return runner, runner.start(progress)
+
+    monkeypatch.setattr(executors, "start_runner", start)
+    made = UniExecutor(config(threads=1), Path("none"))
+    made.start(lambda phase, fraction: None)
+    yield made
+    for _ in range(10):
+        model.gate.release()
+    made.shutdown()
+
+
+def test_submit_never_waits_and_results_come_in_order(executor: UniExecutor, model: Gated) -> None:
+    rows = [
+        Row(0, 0, 2, draw=True, blocks=[0, 1]),
+        *(Row(0, 2 + i, 1, draw=True) for i in range(3)),
+    ]
+    for step, row in enumerate(rows):
+        new = (New(0, [3, 4]),) if step == 0 else ()
+        executor.submit(plan(row, new=new, step=step))
+    assert not executor.ready()
+    for _ in rows:
+        model.gate.release()
+    assert [executor.collect().step for _ in rows] == [0, 1, 2, 3]
+    assert not executor.ready()
+
+
+def test_the_thread_count_holds_on_the_thread_that_computes(
+    executor: UniExecutor, model: Gated
+) -> None:
+    assert model.threads == {1}
+
+
+def test_a_failed_step_is_raised_in_its_place_and_later_plans_go_on(
+    executor: UniExecutor, model: Gated, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor.submit(plan(Row(0, 0, 2, draw=True, blocks=[0]), new=(New(0, [3, 4]),), step=7))
+    executor.submit(plan(Row(0, 9, 1, draw=True), step=8))  # token 9 of 3
+    executor.submit(plan(Row(1, 0, 1, draw=True, blocks=[5]), new=(New(1, [6]),), step=9))
+    for _ in range(2):
+        model.gate.release()
+    assert executor.collect().step == 7
+    with pytest.raises(StepFailed, match="computes up to token 10 of slot 0") as failure:
+        executor.collect()
+    assert failure.value.step == 8
+    assert "slots=[0] num_tokens=[1] starts=[9]" in caplog.text
+    assert executor.collect().step == 9
+
+
+def test_shutdown_ends_the_thread_after_the_plans_submitted(
+    executor: UniExecutor, model: Gated
+) -> None:
+    executor.submit(plan(Row(0, 0, 1, draw=True, blocks=[0]), new=(New(0, [3]),), step=1))
+    model.gate.release()
+    executor.shutdown()
+    assert executor.ready() and executor.collect().step == 1
+    executor.shutdown()
+    assert not any(thread.name == "octavo-worker" for thread in threading.enumerate())
+
+
+def test_what_cannot_start_raises_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(config, path, progress):  # type: ignore[no-untyped-def]
+        raise ConfigError("none: no such model")
+
+    monkeypatch.setattr(executors, "start_runner", start)
+    with pytest.raises(ConfigError, match="no such model"):
+        UniExecutor(config(), Path("none")).start(lambda phase, fraction: None)
+    assert not any(thread.name == "octavo-worker" for thread in threading.enumerate())
