@@ -27,8 +27,10 @@ from octavo.types import (
 class Choice:
     """One answer in the making."""
 
-    def __init__(self, tokenizer: Tokenizer | None, request: AddRequest) -> None:
-        self.text = ChoiceText(tokenizer if request.params.detokenize else None, request.params)
+    def __init__(
+        self, tokenizer: Tokenizer | None, request: AddRequest, eos_ids: list[int]
+    ) -> None:
+        self.text = ChoiceText(tokenizer, request.params, eos_ids=eos_ids)
         self.logprobs: list[TokenLogprobs] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
@@ -39,14 +41,18 @@ class Answer:
     """A request and its n choices, as far as they are known."""
 
     def __init__(
-        self, request: AddRequest, prompt: str | None, tokenizer: Tokenizer | None
+        self,
+        request: AddRequest,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        eos_ids: list[int],
     ) -> None:
         self.request = request
         self.failure: OctavoError | None = None
         self._prompt = prompt
         self._prompt_ids = unpack_ids(request.prompt_ids).tolist()
         self._tokenizer = tokenizer
-        self._choices = [Choice(tokenizer, request) for _ in range(request.params.n)]
+        self._choices = [Choice(tokenizer, request, eos_ids) for _ in range(request.params.n)]
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._num_cached_tokens = 0
         self._timings = RequestTimings(arrival=request.arrival)

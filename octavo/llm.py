@@ -82,9 +82,12 @@ class _Frontend:
             request_id=request_id or str(handle),
             arrival=time.monotonic(),
             max_logprobs=self.config.model.max_logprobs,
-            bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else [],
+            bad_words=self._bad_words(params),
         )
-        return Answer(request, text, self.tokenizer)
+        return Answer(request, text, self.tokenizer, self.info.eos_ids)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        return self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
 
     def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
@@ -324,9 +327,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of ints is one prompt."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [list(prompts)]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    entries: list[Any] = list(prompts)
+    return [entries] if entries and isinstance(entries[0], int) else entries
 
 
 def _log_progress(phase: str, share: float) -> None:

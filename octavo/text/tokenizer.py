@@ -131,6 +131,15 @@ class Tokenizer:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", "replace")
 
+    def bad_word_ids(self, words: Iterable[str]) -> list[list[int]]:
+        """Each word as it is spelled at the beginning of a text and after a space."""
+        spellings = [
+            self.encode(text, add_special_tokens=False, allow_special=False)
+            for word in words
+            for text in (word, " " + word.lstrip())
+        ]
+        return [list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if ids]
+
     # ---- control tokens in text that users wrote (used by chat) ----
 
     @cached_property
