@@ -97,7 +97,7 @@ class _Frontend:
                 raise InvalidRequest(
                     f"a prompt has keys {sorted(prompt)}; it needs prompt or prompt_token_ids"
                 )
-            prompt = prompt["prompt"]
+            return self._tokenized(prompt["prompt"])
         if isinstance(prompt, str):
             return prompt, self.get_tokenizer().encode(prompt)
         return None, list(prompt)

@@ -104,6 +104,18 @@ class Request:
         """A token drawn by a plan that was in flight when the request lost its slot."""
         self.tokens = np.append(self.tokens, np.int32(token))
 
+    def ending(
+        self, token: int, length: int, eos_ids: list[int]
+    ) -> tuple[FinishReason, int | None] | None:
+        """(reason, stop id) if the request ends with this token as its ``length``-th; the order is
+        min_tokens, EOS, stop ids, length. Stop strings are found in text, not here."""
+        if length > self.prompt_len + self.params.min_tokens:
+            if token in eos_ids and not self.params.ignore_eos:
+                return FinishReason.STOP, None
+            if token in self.stop_ids:
+                return FinishReason.STOP, token
+        return (FinishReason.LENGTH, None) if length >= self.max_len else None
+
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.state.value}, {len(self.tokens)}/{self.max_len})"
 

@@ -8,15 +8,15 @@ no tensors, no time but the clock it is given, no device.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from octavo.core.block_pool import BlockPool, PrefixMatch
 from octavo.core.events import Counters, Event, EventKind, EventSink, ignore
+from octavo.core.in_flight import InFlight, Issued
 from octavo.core.plan import Int32, StepPlan, StepResult
 from octavo.core.plan_builder import PlanBuilder, int32
 from octavo.core.prefix import PrefixIndex
@@ -56,15 +56,6 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Issued:
-    """A plan in flight: what is needed to match its result without looking at today's slots."""
-
-    plan: StepPlan
-    epochs: np.ndarray  # [n] of each row's slot when it was issued
-    orphans: dict[int, Request] = field(default_factory=dict)  # row -> preempted since
-
-
-@dataclass(slots=True)
 class Update:
     """What a step's result changed."""
 
@@ -100,7 +91,7 @@ class Scheduler:
         self._clock = clock
         self._cost = cost or NoLimit()
         self._on_event = on_event
-        self._issued: deque[Issued] = deque()
+        self._in_flight = InFlight()
         self._freed_slots: list[int] = []
         self.finished_early: list[Request] = []  # ended without a step; emptied by the engine
         self._step = 0
@@ -110,11 +101,11 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._issued)
+        return len(self._in_flight)
 
     @property
     def has_work(self) -> bool:
-        return bool(len(self.running) or len(self.waiting) or self._issued)
+        return bool(len(self.running) or len(self.waiting) or len(self._in_flight))
 
     def check_fits(self, prompt_len: int, max_tokens: int, n: int = 1) -> None:
         """Raises InvalidRequest for what could never run, with the numbers."""
@@ -171,7 +162,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can run now. Marks its tokens as computed."""
-        if len(self._issued) >= self.limits.max_in_flight:
+        if len(self._in_flight) >= self.limits.max_in_flight:
             return None
         builder = PlanBuilder(self.running)
         rows, counts, budget, chunk_budget = self._share_budget()
@@ -190,7 +181,7 @@ class Scheduler:
         self._freed_slots = []
         self._step += 1
         self.counters.steps += 1
-        self._issued.append(Issued(plan, self.running.epoch[plan.slots]))
+        self._in_flight.push(plan, self.running.epoch[plan.slots])
         if self.running.entered or plan.num_tokens.max() > 1:
             self._advance(plan.slots)  # prompts; what decoding fills is found in ``update``
         return plan
@@ -254,13 +245,9 @@ class Scheduler:
 
     def _preempt(self, slot: int) -> None:
         """Recompute later: the request goes back to the queue with its tokens, without blocks."""
-        epoch = self.running.epoch[slot]
+        epoch = int(self.running.epoch[slot])
         request = self._vacate(slot)
-        for issued in self._issued:
-            for row in np.nonzero(issued.plan.slots == slot)[0].tolist():
-                if issued.epochs[row] == epoch:
-                    issued.orphans[row] = request
-                    request.in_flight += 1
+        self._in_flight.orphan(request, slot, epoch)
         request.state = State.WAITING
         request.num_preemptions += 1
         self.counters.preemptions += 1
@@ -371,10 +358,8 @@ class Scheduler:
 
     def update(self, result: StepResult) -> Update:
         """Takes the result of the oldest plan in flight."""
-        issued = self._issued.popleft()
+        issued = self._in_flight.match(result)
         plan, running = issued.plan, self.running
-        if result.step != plan.step:
-            raise RuntimeError(f"got the result of step {result.step}, step {plan.step} is due")
         drew = result.num_accepted > 0
         live = running.epoch[plan.slots] == issued.epochs
         rows = np.nonzero(drew & live)[0].astype(np.int32)
@@ -402,7 +387,7 @@ class Scheduler:
         """The oldest plan in flight failed. Ends its requests, and those of later plans, which may
         have read what it should have written; forgets all cached content. Returns the ended."""
         ended: dict[int, Request] = {}
-        for issued in self._issued:
+        for issued in self._in_flight:
             live = np.nonzero(self.running.epoch[issued.plan.slots] == issued.epochs)[0]
             for slot in issued.plan.slots[live].tolist():
                 request = self._vacate(slot, keep=False)
@@ -413,9 +398,8 @@ class Scheduler:
                     self.waiting.remove(request)
                     request.state = State.FINISHED
                     ended[request.handle] = request
-        for issued in self._issued:
             issued.orphans.clear()
-        self._issued.popleft()
+        self._in_flight.pop()
         for request in ended.values():
             self._finish(request, FinishReason.ERROR)
         self.pool.forget_all()
@@ -432,25 +416,13 @@ class Scheduler:
         finished = []
         for row in np.nonzero(done)[0].tolist():
             slot = int(slots[row])
-            ending = self._ending(running.at(slot), int(tokens[row]), int(known[row]))
+            ending = running.at(slot).ending(int(tokens[row]), int(known[row]), self.eos_ids)
             if ending:
                 request = self._vacate(slot)
                 request.timings.last_token = self._clock()
                 self._finish(request, *ending)
                 finished.append(request)
         return finished
-
-    def _ending(
-        self, request: Request, token: int, length: int
-    ) -> tuple[FinishReason, int | None] | None:
-        """(reason, stop id) if the request ends with this token as its ``length``-th."""
-        params = request.params
-        if length > request.prompt_len + params.min_tokens:
-            if token in self.eos_ids and not params.ignore_eos:
-                return FinishReason.STOP, None
-            if token in request.stop_ids:
-                return FinishReason.STOP, token
-        return (FinishReason.LENGTH, None) if length >= request.max_len else None
 
     def _finish_silent(self, plan: StepPlan, live: Bools) -> list[Request]:
         """Requests that draw nothing end with the plan that computes their last token."""
@@ -480,7 +452,7 @@ class Scheduler:
             now = self._clock()
             if request.timings.first_token < 0:
                 request.timings.first_token = now
-            ending = self._ending(request, token, len(request.tokens))
+            ending = request.ending(token, len(request.tokens), self.eos_ids)
             if ending:
                 self.waiting.remove(request)
                 request.timings.last_token = now
