@@ -1,0 +1,212 @@
+"""The one forward that runs every family, and ``load_model`` that fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.config import EngineConfig
+from octavo.model.attention import Attention, geometry_of
+from octavo.model.batch import ForwardBatch
+from octavo.model.dtype import choose_dtype
+from octavo.model.linear import Linear
+from octavo.model.loader.load import load_weights, open_source
+from octavo.model.mlp import MLP
+from octavo.model.norm import Norm
+from octavo.model.rope import Rope
+from octavo.model.spec import DecoderSpec, LayerSpec, TensorScaling
+from octavo.ops import registry
+from octavo.ops.attention import AttentionGeometry, PagedAttention, copy_blocks
+from octavo.quant.dense import Dense
+
+Progress = Callable[[str, float], None]
+
+
+class Part(Protocol):
+    """A piece of the decoder that is loaded at one go."""
+
+    def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(our tensor name, stored shape) of what it needs from the checkpoint."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes its tensors, in the model's dtype."""
+
+
+class Layer:
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(
+        self,
+        prefix: str,
+        spec: LayerSpec,
+        hidden_size: int,
+        attention: PagedAttention,
+        make_linear: Any,
+        make_norm: Any,
+    ) -> None:
+        self.input_norm: Norm = make_norm(f"{prefix}.input_norm", spec.norm, hidden_size)
+        self.mixer = Attention(prefix, spec.mixer, hidden_size, attention, make_linear)
+        self.post_norm: Norm = make_norm(f"{prefix}.post_norm", spec.norm, hidden_size)
+        self.mlp = MLP(prefix, spec.mlp, hidden_size, make_linear)
+        self._parts: tuple[Part, ...] = (self.input_norm, self.mixer, self.post_norm, self.mlp)
+
+    def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for part in self._parts:
+            yield from part.wanted()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for part in self._parts:
+            part.load(tensors)
+
+    def __call__(self, x: Tensor, cache: Tensor, state: Any) -> Tensor:
+        x = self.mixer(self.input_norm(x), x, cache, state)
+        return self.mlp(self.post_norm(x), x)
+
+
+class Embedding:
+    """Token embedding, and the head, which shares its weight when tied.
+
+    Both are kept: the head's copy is repacked for multiplying.
+    """
+
+    def __init__(self, spec: DecoderSpec, make_linear: Any) -> None:
+        self.spec = spec
+        self.head: Linear = make_linear((("head", spec.vocab_size),), spec.hidden_size)
+        self.weight: Tensor
+
+    def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "embed.weight", (self.spec.vocab_size, self.spec.hidden_size)
+        if not self.spec.tied_embeddings:
+            yield from self.head.wanted()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = tensors["embed.weight"]
+        head = self.weight if self.spec.tied_embeddings else tensors["head.weight"]
+        self.head.load({"head.weight": head})
+
+
+class RopeFactors:
+    """The checkpoint's own divisors of the rotary frequencies, FP32 [head_dim / 2]."""
+
+    def __init__(self, head_dim: int) -> None:
+        self.size = head_dim // 2
+        self.factors: Tensor
+
+    def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "rope_factors.weight", (self.size,)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.factors = tensors["rope_factors.weight"].float()
+
+
+class Model:
+    """A decoder with its weights. Made by ``load_model``; all methods are for inference only.
+
+    ``implementations``: operation -> the version chosen for it. ``reasons``: why ``dtype`` is what
+    it is. ``weight_bytes``: what the weights take in memory.
+    """
+
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.reasons: dict[str, str] = {}
+        self.weight_bytes = 0
+        chosen = {op: registry.select(op, "cpu", dtype) for op in registry.operations()}
+        self.implementations = {op: version.name for op, version in chosen.items()}
+        make_linear = partial(Linear, format=Dense(), operation=chosen["linear"].call)
+        make_norm = partial(Norm, operation=chosen["rms_norm"].call)
+
+        self._attention: dict[AttentionGeometry, PagedAttention] = {}
+        for layer in spec.layers:
+            geometry = geometry_of(layer.mixer)
+            if geometry not in self._attention:
+                self._attention[geometry] = chosen["paged_attention"].call(geometry)
+        self.embedding = Embedding(spec, make_linear)
+        self.layers = [
+            Layer(
+                f"layers.{index}",
+                layer,
+                spec.hidden_size,
+                self._attention[geometry_of(layer.mixer)],
+                make_linear,
+                make_norm,
+            )
+            for index, layer in enumerate(spec.layers)
+        ]
+        self.norm: Norm = make_norm("norm", spec.norm, spec.hidden_size)
+        mixer = spec.layers[0].mixer
+        by_tensor = isinstance(mixer.rope.scaling, TensorScaling)
+        self._rope_factors = RopeFactors(mixer.head_dim) if by_tensor else None
+        self._ropes: dict[AttentionGeometry, Rope] = {}
+
+    def parts(self) -> list[Part]:
+        extra = [self._rope_factors] if self._rope_factors else []
+        return [self.embedding, *self.layers, self.norm, *extra]
+
+    def finish(self) -> None:
+        """After all parts are loaded."""
+        factors = self._rope_factors.factors if self._rope_factors else None
+        for layer in self.spec.layers:
+            self._ropes[geometry_of(layer.mixer)] = Rope(
+                layer.mixer.rope, layer.mixer.head_dim, factors
+            )
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of the first layer's cache; today all layers' are equal."""
+        return self.layers[0].mixer.operation.kv_shape(num_blocks, block_size)
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block over all layers."""
+        shapes = (layer.mixer.operation.kv_shape(1, block_size) for layer in self.layers)
+        return sum(torch.Size(shape).numel() for shape in shapes) * self.dtype.itemsize
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
+        """One tensor per layer. Zeros: masked places are multiplied by 0, so must be finite."""
+        return [
+            torch.zeros(layer.mixer.operation.kv_shape(num_blocks, block_size), dtype=self.dtype)
+            for layer in self.layers
+        ]
+
+    @torch.inference_mode()
+    def copy_blocks(self, cache: list[Tensor], pairs: Tensor) -> None:
+        """pairs: int64 [c, 2] of source and destination blocks, in every layer."""
+        for layer_cache in cache:
+            copy_blocks(layer_cache, pairs)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
+        """Hidden states after the final norm, [T, hidden]; writes the batch's KV into ``cache``."""
+        states = {
+            geometry: attention.prepare(batch, self._ropes[geometry], self.dtype)
+            for geometry, attention in self._attention.items()
+        }
+        x = F.embedding(batch.token_ids, self.embedding.weight)
+        for layer, layer_cache in zip(self.layers, cache):
+            x = layer(x, layer_cache, states[layer.mixer.operation.geometry])
+        return self.norm(x)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [r, hidden] rows of ``forward``. Returns FP32 [r, vocab]."""
+        return self.embedding.head(hidden).float()
+
+
+@torch.inference_mode()
+def load_model(path: str | Path, config: EngineConfig, progress: Progress) -> Model:
+    """A model from a checkpoint directory or a GGUF file.
+
+    ``progress(phase, fraction)`` is called while weights load. Raises ConfigError, in one line, for
+    whatever is wrong with the files, before memory is taken where the headers tell.
+    """
+    source = open_source(Path(path), config.model)
+    dtype, reason = choose_dtype(config.model.dtype)
+    model = Model(source.spec, dtype)
+    model.reasons["dtype"] = reason
+    load_weights(model, source, dtype, progress)
+    return model

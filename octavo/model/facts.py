@@ -1,0 +1,119 @@
+"""What a model's files say before any weight is read: config, spec, EOS ids, sampling defaults.
+
+Never imports torch: ``octavo plan``, refusals and the API process answer from here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.gguf import GGUFFile
+from octavo.model.families.catalogue import family_of
+from octavo.model.families.gguf_config import config_from_gguf
+from octavo.model.families.reading import ConfigReader
+from octavo.model.spec import DecoderSpec
+from octavo.types import ConfigError
+
+# generation_config.json keys that are sampling parameters of ours, by the same name.
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf"
+
+
+def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """config.json of a directory, or a GGUF file's metadata in the same words; ``overrides`` are
+    merged over it. Raises ConfigError in one line."""
+    path = Path(path)
+    if is_gguf(path):
+        file = GGUFFile(path)
+        shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+        config = config_from_gguf(file.metadata, shapes, str(path))
+    else:
+        config = _read_json(path / "config.json")
+        if "text_config" in config:
+            raise ConfigError(
+                f"{path / 'config.json'}: text_config marks a multimodal model; text decoders only"
+            )
+    return _merged(config, overrides or {})
+
+
+def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> DecoderSpec:
+    """The model as data. Raises ConfigError for anything this version cannot run."""
+    config = read_config(path, overrides)
+    return build_spec(config, path)
+
+
+def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
+    where = str(path) if is_gguf(Path(path)) else str(Path(path) / "config.json")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unnamed")
+        raise ConfigError(f"{where}: quantization_config {method!r}: not in this version")
+    return family_of(config, where).build(ConfigReader(config, where))
+
+
+def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:
+    """Ids that end an output: config ∪ generation_config, in that order. The tokenizer's own EOS
+    is the caller's to add. For a GGUF file: its eos, eot and eom ids."""
+    path = Path(path)
+    if is_gguf(path):
+        metadata = GGUFFile(path).metadata
+        names = ("eos", "eot", "eom")
+        values = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+    else:
+        values = [
+            source.get("eos_token_id")
+            for source in (read_config(path, overrides), _generation_config(path))
+        ]
+    ids: dict[int, None] = {}
+    for value in values:
+        for entry in value if isinstance(value, list) else [value]:
+            if entry is not None:
+                ids[int(entry)] = None
+    return list(ids)
+
+
+def default_sampling(path: str | Path) -> dict[str, Any]:
+    """Sampling defaults of generation_config.json, as SamplingParams fields; {} when it has none
+    (or says do_sample false, which makes its other values idle)."""
+    path = Path(path)
+    if is_gguf(path):
+        return {}
+    config = _generation_config(path)
+    if config.get("do_sample") is False:
+        return {}
+    found = {key: config[key] for key in _SAMPLING_KEYS if config.get(key) is not None}
+    if config.get("max_new_tokens") is not None:
+        found["max_tokens"] = config["max_new_tokens"]
+    return found
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    return _read_json(file) if file.exists() else {}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: holds {type(value).__name__}, not a JSON object")
+    return value
+
+
+def _merged(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects merge key by key, everything else is replaced."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, Mapping)
+        merged[key] = _merged(old, value) if both else value
+    return merged

@@ -1,0 +1,43 @@
+"""The families this version runs, found by the name a checkpoint gives its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.model.families import llama, mistral, qwen2, qwen3
+from octavo.model.families.family import Family
+from octavo.types import ConfigError
+
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+
+
+def supported_architectures() -> list[str]:
+    return [name for family in FAMILIES for name in family.architectures]
+
+
+def family_of(config: Mapping[str, Any], where: str) -> Family:
+    """Raises ConfigError naming the architecture and those that are supported."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise ConfigError(
+            f"{where}: architectures is missing; add one of " + ", ".join(supported_architectures())
+        )
+    for family in FAMILIES:
+        if names[0] in family.architectures:
+            return family
+    raise ConfigError(
+        f"{where}: architecture {names[0]} is not supported; supported are "
+        + ", ".join(supported_architectures())
+    )
+
+
+def architecture_of_gguf(name: str, where: str) -> str:
+    """The config.json name of a GGUF ``general.architecture``."""
+    for family in FAMILIES:
+        if name in family.gguf_architectures:
+            return family.architectures[0]
+    known = [gguf for family in FAMILIES for gguf in family.gguf_architectures]
+    raise ConfigError(
+        f"{where}: GGUF architecture {name!r} is not supported; supported are " + ", ".join(known)
+    )

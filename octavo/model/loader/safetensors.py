@@ -1,0 +1,137 @@
+"""Safetensors checkpoints: one file, shards with an index, or several files without one.
+
+Headers are read here (format: https://github.com/huggingface/safetensors), so that a fault is told
+before memory is taken; data is memory-mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.model.families.family import Family
+from octavo.model.loader.source import translate
+from octavo.model.spec import DecoderSpec
+from octavo.types import ConfigError
+
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+}
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class SafetensorsSource:
+    def __init__(self, path: Path, spec: DecoderSpec, family: Family) -> None:
+        self.where = str(path)
+        self.spec = spec
+        self._names = family.hf_names
+        self._stored = read_headers(path)
+        self.shapes = {name: stored.shape for name, stored in self._stored.items()}
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def stored_name(self, name: str) -> str:
+        return translate(name, self._names)
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        stored = self._stored[self.stored_name(name)]
+        if stored.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{stored.file}: {self.stored_name(name)} is {stored.dtype}; "
+                f"this version reads {', '.join(_DTYPES)}"
+            )
+        data = self._maps.get(stored.file)
+        if data is None:
+            with stored.file.open("rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._maps[stored.file] = data
+        kind = _DTYPES[stored.dtype]
+        flat = torch.frombuffer(data, dtype=kind, count=math.prod(shape), offset=stored.offset)
+        return flat.view(shape).to(dtype, copy=True)
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The files that hold the weights. Raises ConfigError for an absent shard or no weights."""
+    index = directory / _INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{index}: not a valid index of shards: {error}") from error
+        absent = [name for name in names if not (directory / name).is_file()]
+        if absent:
+            raise ConfigError(
+                f"{directory}: {len(absent)} of {len(names)} shards are absent: "
+                + ", ".join(absent[:4])
+                + "; download the model again"
+            )
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{directory}: no *.safetensors file; convert the weights, or use "
+            "--load-format dummy for random ones"
+        )
+    return files
+
+
+def read_headers(directory: Path) -> dict[str, Stored]:
+    """Every stored tensor by name. Raises ConfigError for a truncated or damaged file and for a
+    tensor that two files hold."""
+    tensors: dict[str, Stored] = {}
+    for file in checkpoint_files(directory):
+        for name, stored in _read_header(file).items():
+            if name in tensors:
+                raise ConfigError(
+                    f"{directory}: {name} is in both {tensors[name].file.name} and {file.name}; "
+                    "keep one"
+                )
+            tensors[name] = stored
+    return tensors
+
+
+def _read_header(file: Path) -> dict[str, Stored]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ConfigError(
+                    f"{file}: truncated: the header needs {length + 8} bytes, the file has {size}"
+                )
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            low, high = entry["data_offsets"]
+            tensors[name] = Stored(
+                file, entry["dtype"], tuple(entry["shape"]), 8 + length + low, high - low
+            )
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}: not a safetensors file: damaged header ({error})") from error
+    end = max((t.offset + t.num_bytes for t in tensors.values()), default=0)
+    if end > size:
+        raise ConfigError(
+            f"{file}: truncated: {size} bytes, its tensors need {end}; download it again"
+        )
+    return tensors

@@ -1,0 +1,75 @@
+"""Where weights come from: what every kind of checkpoint offers to the loader."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.model.families.family import HARMLESS
+from octavo.model.spec import DecoderSpec
+from octavo.types import ConfigError
+
+_HARMLESS = re.compile("|".join(HARMLESS))
+
+
+class WeightSource(Protocol):
+    """``where`` names the checkpoint in errors. ``shapes``: stored name -> shape, None when the
+    source makes what is asked for."""
+
+    where: str
+    spec: DecoderSpec
+    shapes: Mapping[str, tuple[int, ...]] | None
+
+    def stored_name(self, name: str) -> str:
+        """The checkpoint's name of our tensor ``name`` (``layers.3.q.weight``)."""
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Our tensor ``name``, converted, in memory of its own."""
+
+
+def translate(name: str, names: Mapping[str, str]) -> str:
+    """``layers.3.q.weight`` -> the name that ``names`` gives ``layers.{i}.q``, with its suffix."""
+    stem, _, suffix = name.rpartition(".")
+    layer = re.match(r"layers\.(\d+)\.", stem)
+    if layer:
+        stem = stem.replace(layer[0], "layers.{i}.")
+        return names[stem].replace("{i}", layer[1]) + "." + suffix
+    return names[stem] + "." + suffix
+
+
+def check_complete(source: WeightSource, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Every parameter is there once, with its shape, and nothing is left over. ``wanted``: ours."""
+    if source.shapes is None:
+        return
+    by_stored = {source.stored_name(name): shape for name, shape in wanted.items()}
+    missing = [name for name in by_stored if name not in source.shapes]
+    if missing:
+        raise ConfigError(f"{source.where}: tensors are missing: {_listed(missing)}")
+    wrong = [
+        f"{name} is {list(source.shapes[name])}, the config says {list(shape)}"
+        for name, shape in by_stored.items()
+        if tuple(source.shapes[name]) != tuple(shape)
+    ]
+    if wrong:
+        raise ConfigError(f"{source.where}: wrong shapes: {_listed(wrong, '; ')}")
+    unused = list(_unused(source, by_stored))
+    if unused:
+        raise ConfigError(
+            f"{source.where}: tensors this architecture does not use: {_listed(unused)}"
+        )
+
+
+def _unused(source: WeightSource, used: Mapping[str, object]) -> Iterator[str]:
+    tied = source.stored_name("head.weight") if source.spec.tied_embeddings else None
+    for name in source.shapes or ():
+        if name not in used and name != tied and not _HARMLESS.fullmatch(name):
+            yield name
+
+
+def _listed(names: list[str], separator: str = ", ", most: int = 4) -> str:
+    more = len(names) - most
+    return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,94 @@
+"""Rotary frequencies from a RopeSpec, and the cos/sin tables of a step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.model.spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeSpec,
+    TensorScaling,
+    YarnScaling,
+)
+
+
+class Rope:
+    """cos and sin of any positions; ``octavo.ops.attention.Rope`` as a callable.
+
+    ``factors``: FP32 [head_dim / 2], the checkpoint's divisors for ``TensorScaling``.
+    """
+
+    def __init__(self, spec: RopeSpec, head_dim: int, factors: Tensor | None = None) -> None:
+        self.spec = spec
+        self.head_dim = head_dim
+        scaling = spec.scaling
+        self.attention_factor = 1.0
+        self.frequencies = base_frequencies(spec.theta, head_dim)
+        if isinstance(scaling, LinearScaling):
+            self.frequencies = self.frequencies / scaling.factor
+        elif isinstance(scaling, Llama3Scaling):
+            self.frequencies = llama3_frequencies(self.frequencies, scaling)
+        elif isinstance(scaling, YarnScaling):
+            self.frequencies = yarn_frequencies(self.frequencies, spec.theta, scaling)
+            self.attention_factor = scaling.attention_factor
+        elif isinstance(scaling, TensorScaling):
+            assert factors is not None
+            self.frequencies = self.frequencies / factors
+
+    def __call__(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """positions, lengths (of each one's context): int64 [m]. FP32 [m, head_dim / 2] each."""
+        frequencies: Tensor = self.frequencies
+        if isinstance(self.spec.scaling, DynamicScaling):
+            frequencies = self._dynamic(self.spec.scaling, lengths)
+        angles = positions[:, None].float() * frequencies
+        if self.attention_factor == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def _dynamic(self, scaling: DynamicScaling, lengths: Tensor) -> Tensor:
+        """[m, head_dim / 2]: the base grows with each row's context (NTK-aware, bloc97/emozilla)."""
+        exponent = self.head_dim / (self.head_dim - 2)
+        excess = lengths.clamp(min=scaling.original) / scaling.original
+        base = self.spec.theta * (scaling.factor * excess - (scaling.factor - 1)) ** exponent
+        return base[:, None] ** -_exponents(self.head_dim)
+
+
+def _exponents(head_dim: int) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+
+
+def base_frequencies(theta: float, head_dim: int) -> Tensor:
+    return 1.0 / theta ** _exponents(head_dim)
+
+
+def llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Wavelengths beyond original / low_freq_factor shrink by ``factor``, those below
+    original / high_freq_factor stay, a linear blend between (Llama 3.1's reference)."""
+    turns = scaling.original * frequencies / (2 * math.pi)
+    smooth = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def yarn_frequencies(frequencies: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
+    """Blend of interpolated and unchanged frequencies, by how often a dimension turns within the
+    original context (Peng et al. 2023, section 3.2)."""
+    half = len(frequencies)
+
+    def dimension(turns: float) -> float:
+        return half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    ramp = (torch.arange(half, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return frequencies / scaling.factor * (1 - kept) + frequencies * kept

@@ -1,0 +1,144 @@
+"""Paged attention over a mixed batch: the interface, and the definition.
+
+One operation takes the packed qkv projection and does q/k norm, RoPE, cache write and attention,
+so that a backend can fuse what it likes. A version is a class made once per geometry; the layout of
+the cache belongs to it (``kv_shape``), and ``prepare`` does once per step what all layers share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.ops.norm import rms_norm
+from octavo.ops.registry import register
+
+# (positions [m], context length of each one's row [m]) -> cos and sin, FP32 [m, head_dim / 2]
+Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """``window``: keys a token sees, itself included. ``qk_norm_eps``: q and k heads are RMS-normed
+    before RoPE. ``raw_keys``: the rope's frequencies depend on the context length, so keys are
+    stored as they are and rotated when read."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    qk_norm_eps: float | None = None
+    raw_keys: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+class BatchColumns(Protocol):
+    """What attention reads of a batch of n rows and T tokens (model.batch.ForwardBatch)."""
+
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T] block * block_size + offset
+    query_starts_host: list[int]  # n + 1
+    seq_lens_host: list[int]  # n, with this step's tokens
+    block_tables: Tensor  # int32 [n, w]
+    block_size: int
+    decode_rows: int  # the first so many rows bring one token each
+
+
+class PagedAttention(Protocol):
+    geometry: AttentionGeometry
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of one layer's cache; axis 0 is the block."""
+
+    def prepare(self, batch: BatchColumns, rope: Rope, dtype: torch.dtype) -> Any:
+        """The step's state, shared by all layers of this geometry."""
+
+    def __call__(
+        self, qkv: Tensor, cache: Tensor, state: Any, qk_weight: Tensor | None = None
+    ) -> Tensor:
+        """qkv: [T, (hq + 2 hkv) * d], q heads, then k heads, then v heads; may be overwritten.
+        cache: ``kv_shape``, written in place. qk_weight: [hq + hkv, d]. Returns [T, hq * d]."""
+
+
+def token_lengths(batch: BatchColumns) -> Tensor:
+    """Context length of each token's row, int64 [T]."""
+    counts = torch.tensor(batch.query_starts_host).diff()
+    return torch.tensor(batch.seq_lens_host).repeat_interleave(counts)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [m, heads, d]; cos, sin: [m, d / 2]. Pairs (i, i + d/2) turn by their angle (Su 2021)."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@register("paged_attention", "torch")
+class TorchPagedAttention:
+    """The definition: row by row, in FP32 at least. Cache: [block, offset, k|v, head, d]."""
+
+    def __init__(self, geometry: AttentionGeometry) -> None:
+        self.geometry = geometry
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, 2, self.geometry.num_kv_heads, self.geometry.head_dim)
+
+    def prepare(
+        self, batch: BatchColumns, rope: Rope, dtype: torch.dtype
+    ) -> tuple[BatchColumns, Rope]:
+        return batch, rope
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        state: tuple[BatchColumns, Rope],
+        qk_weight: Tensor | None = None,
+    ) -> Tensor:
+        batch, rope = state
+        geometry = self.geometry
+        heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+        wide = qkv.to(torch.promote_types(qkv.dtype, torch.float32)).view(len(qkv), -1, dim)
+        qk, value = wide.split((heads + kv_heads, kv_heads), dim=1)
+        if qk_weight is not None:
+            qk = rms_norm(qk, qk_weight, geometry.qk_norm_eps or 0.0)
+        cos, sin = (t.to(wide.dtype) for t in rope(batch.positions, token_lengths(batch)))
+        query, key = qk.split((heads, kv_heads), dim=1)
+        query = rotate(query, cos, sin)
+        key = key if geometry.raw_keys else rotate(key, cos, sin)
+        slots = cache.flatten(0, 1)  # [slots, k|v, head, d]
+        slots[batch.slot_mapping] = torch.stack((key, value), dim=1).to(cache.dtype)
+
+        out = torch.empty_like(query)
+        for row, length in enumerate(batch.seq_lens_host):
+            start, end = batch.query_starts_host[row : row + 2]
+            past = torch.arange(length)
+            blocks = batch.block_tables[row].long()[past // batch.block_size]
+            stored = slots[blocks * batch.block_size + past % batch.block_size].to(wide.dtype)
+            keys, values = stored.unbind(1)  # [length, kv_heads, d]
+            if geometry.raw_keys:
+                tables = rope(past, torch.full_like(past, length))
+                keys = rotate(keys, *(t.to(wide.dtype) for t in tables))
+            group = heads // kv_heads
+            keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", query[start:end], keys) * geometry.scale
+            distance = batch.positions[start:end, None] - past[None, :]
+            hidden = distance < 0
+            if geometry.window is not None:
+                hidden = hidden | (distance >= geometry.window)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[start:end] = torch.einsum("hqk,khd->qhd", weights, values)
+        return out.to(qkv.dtype).flatten(1)
+
+
+def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
+    """cache: any ``kv_shape``; pairs: int64 [c, 2] of source and destination blocks. All sources
+    are read before any destination is written."""
+    cache.index_copy_(0, pairs[:, 1], cache.index_select(0, pairs[:, 0]))

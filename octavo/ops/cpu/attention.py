@@ -1,0 +1,321 @@
+"""Paged attention on CPU: gathers only the blocks of the rows at hand, then batched matmuls.
+
+Cache: [block, k|v, kv head, offset, d], so that (block, k|v, head) is one contiguous piece and a
+gather of pieces gives [k|v, row, head, context, d] with every matrix contiguous.
+Query heads that share a kv head are folded into the rows of one matrix. Decode rows run batched,
+in groups of like context length; the others one by one, in blocks of queries that only meet the
+keys they may see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.ops.attention import AttentionGeometry, BatchColumns, Rope, token_lengths
+from octavo.ops.registry import register
+
+QUERY_BLOCK = 128  # queries of a long row handled at a time
+GROUP_WASTE = 1024  # padded cache places that cost about as much as one more group
+
+
+@dataclass(slots=True)
+class _Keys:
+    """Where m rows' keys and values are: pieces [2 * m * kv_heads * blocks] of the cache seen as
+    [pieces, block_size * d]; with raw keys the tables to rotate them, else None."""
+
+    pieces: Tensor
+    rows: int
+    tables: tuple[Tensor, Tensor] | None
+
+
+@dataclass(slots=True)
+class _Group:
+    """Decode rows with contexts of like length. ``index``: their token rows, None for rows
+    0 .. m - 1. ``mask``: [m * kv_heads, 1, places], 0 or -inf; None where ``places`` all count."""
+
+    index: Tensor | None
+    keys: _Keys
+    places: int
+    mask: Tensor | None
+
+
+@dataclass(slots=True)
+class _QueryBlock:
+    """Queries start .. end (token rows) meet keys low .. high of their row. ``mask`` covers the last
+    columns: [group * queries, m]."""
+
+    start: int
+    end: int
+    low: int
+    high: int
+    mask: Tensor
+
+
+@dataclass(slots=True)
+class _Row:
+    """``keys`` None: the row starts its context, so its keys are this step's own."""
+
+    start: int
+    end: int
+    keys: _Keys | None
+    blocks: list[_QueryBlock]
+
+
+@dataclass(slots=True)
+class _State:
+    cos: Tensor  # [T, 1, d]
+    sin: Tensor  # [T, 1, d], first half negated
+    write: Tensor  # [T, 2 * kv_heads] rows of the cache seen as [.., d]
+    groups: list[_Group]
+    rows: list[_Row]
+    decode_rows: int
+
+
+def _full_tables(rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> Any:
+    cos, sin = rope(positions, lengths)
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    turned = x.roll(x.shape[-1] // 2, -1).mul_(sin)
+    torch.addcmul(turned, x, cos, out=x)
+
+
+@register("paged_attention", "cpu", lambda device, dtype: device == "cpu", tolerance=8.0)
+class CPUPagedAttention:
+    def __init__(self, geometry: AttentionGeometry) -> None:
+        self.geometry = geometry
+        self._group = geometry.num_heads // geometry.num_kv_heads
+        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (num_blocks, 2, self.geometry.num_kv_heads, block_size, self.geometry.head_dim)
+
+    # ---- once per step ----
+
+    def prepare(self, batch: BatchColumns, rope: Rope, dtype: torch.dtype) -> _State:
+        lengths = token_lengths(batch)
+        cos, sin = _full_tables(rope, batch.positions, lengths, dtype)
+        block = batch.slot_mapping // batch.block_size
+        offset = batch.slot_mapping % batch.block_size
+        kinds = torch.arange(2 * self.geometry.num_kv_heads)
+        pieces = block[:, None] * len(kinds) + kinds
+        return _State(
+            cos.unsqueeze(1),
+            sin.unsqueeze(1),
+            pieces * batch.block_size + offset[:, None],
+            self._groups(batch, rope, dtype),
+            [
+                self._row(batch, row, rope, dtype)
+                for row in range(batch.decode_rows, len(batch.seq_lens_host))
+            ],
+            batch.decode_rows,
+        )
+
+    def _first_block(self, position: int, block_size: int) -> int:
+        """First block that a query at ``position`` sees."""
+        window = self.geometry.window
+        return 0 if window is None else max(0, position - window + 1) // block_size
+
+    def _groups(self, batch: BatchColumns, rope: Rope, dtype: torch.dtype) -> list[_Group]:
+        size, count = batch.block_size, batch.decode_rows
+        if not count:
+            return []
+        lengths = batch.seq_lens_host[:count]
+        firsts = [self._first_block(length - 1, size) for length in lengths]
+        widths = [-(-length // size) - first for length, first in zip(lengths, firsts)]
+        order = sorted(range(count), key=lambda row: -widths[row])
+        cuts = [0]
+        for i in range(1, count):
+            spared = widths[order[cuts[-1]]] - widths[order[i]]
+            if spared * size * (count - i) > GROUP_WASTE:
+                cuts.append(i)
+        groups = []
+        for low, high in zip(cuts, [*cuts[1:], count]):
+            rows = order[low:high] if len(cuts) > 1 else list(range(count))
+            groups.append(
+                self._decode_group(
+                    batch,
+                    rows,
+                    [firsts[r] for r in rows],
+                    max(widths[r] for r in rows),
+                    rope,
+                    dtype,
+                )
+            )
+        return groups
+
+    def _decode_group(
+        self,
+        batch: BatchColumns,
+        rows: list[int],
+        firsts: list[int],
+        width: int,
+        rope: Rope,
+        dtype: torch.dtype,
+    ) -> _Group:
+        index = None if rows == list(range(batch.decode_rows)) else torch.tensor(rows)
+        keys = self._keys(batch, rows, firsts, width, rope, dtype)
+        lengths = [batch.seq_lens_host[row] for row in rows]
+        if len(rows) == 1 and self.geometry.window is None:
+            return _Group(index, keys, lengths[0], None)
+        places = width * batch.block_size
+        position = torch.tensor(firsts)[:, None] * batch.block_size + torch.arange(places)
+        last = torch.tensor(lengths)[:, None] - 1
+        hidden = position > last
+        if self.geometry.window is not None:
+            hidden |= position <= last - self.geometry.window
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        mask = mask.repeat_interleave(self.geometry.num_kv_heads, dim=0).unsqueeze(1)
+        return _Group(index, keys, places, mask)
+
+    def _keys(
+        self,
+        batch: BatchColumns,
+        rows: list[int],
+        firsts: list[int],
+        width: int,
+        rope: Rope,
+        dtype: torch.dtype,
+    ) -> _Keys:
+        """``width`` blocks of each row from its block ``firsts`` on; past a row's end any block
+        stands in (its places are masked)."""
+        table = batch.block_tables[torch.tensor(rows)].long()
+        columns = torch.tensor(firsts)[:, None] + torch.arange(width)
+        blocks = table.gather(1, columns.clamp_(max=table.shape[1] - 1)).clamp_(min=0)
+        kv_heads = self.geometry.num_kv_heads
+        kind = torch.arange(2)[:, None, None, None]
+        head = torch.arange(kv_heads)[None, None, :, None]
+        pieces = (blocks[None, :, None, :] * 2 + kind) * kv_heads + head
+        tables = None
+        if self.geometry.raw_keys:
+            size = batch.block_size
+            positions = (columns[:, :, None] * size + torch.arange(size)).view(len(rows), -1)
+            lengths = torch.tensor([batch.seq_lens_host[row] for row in rows])[:, None]
+            flat = _full_tables(
+                rope, positions.flatten(), lengths.expand_as(positions).flatten(), dtype
+            )
+            tables = tuple(t.view(len(rows), 1, width * size, -1) for t in flat)
+        return _Keys(pieces.flatten(), len(rows), tables)
+
+    def _row(self, batch: BatchColumns, row: int, rope: Rope, dtype: torch.dtype) -> _Row:
+        start, end = batch.query_starts_host[row : row + 2]
+        length = batch.seq_lens_host[row]
+        past = length - (end - start)
+        first = self._first_block(past, batch.block_size) if past else 0
+        base = first * batch.block_size  # position of key 0
+        width = -(-length // batch.block_size) - first
+        keys = self._keys(batch, [row], [first], width, rope, dtype) if past else None
+        blocks = []
+        for query in range(start, end, QUERY_BLOCK):
+            stop = min(query + QUERY_BLOCK, end)
+            position = past + query - start
+            window = self.geometry.window
+            low = 0 if window is None else max(0, position - window + 1 - base)
+            high = past + stop - start - base
+            count = stop - query
+            mask = self._causal(count, dtype)
+            if window is not None and high - low > count:
+                mask = self._banded(count, high - low, window, dtype)
+            blocks.append(_QueryBlock(query, stop, low, high, mask))
+        return _Row(start, end, keys, blocks)
+
+    def _causal(self, count: int, dtype: torch.dtype) -> Tensor:
+        """[group * count, count]: query i sees keys up to i. Kept: few sizes occur."""
+        mask = self._masks.get((count, dtype))
+        if mask is None:
+            mask = self._banded(count, count, self.geometry.window, dtype)
+            self._masks[(count, dtype)] = mask
+        return mask
+
+    def _banded(self, count: int, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Queries are the last ``count`` of ``width`` positions."""
+        distance = torch.arange(width - count, width)[:, None] - torch.arange(width)
+        hidden = distance < 0
+        if window is not None:
+            hidden |= distance >= window
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return mask.repeat(self._group, 1)
+
+    # ---- once per layer ----
+
+    def __call__(
+        self, qkv: Tensor, cache: Tensor, state: _State, qk_weight: Tensor | None = None
+    ) -> Tensor:
+        geometry = self.geometry
+        dim, kv_heads = geometry.head_dim, geometry.num_kv_heads
+        heads = qkv.view(len(qkv), -1, dim)
+        rotary = heads[:, : geometry.num_heads + kv_heads]
+        if qk_weight is not None:
+            normed = F.rms_norm(rotary, (dim,), None, geometry.qk_norm_eps)
+            torch.mul(normed, qk_weight, out=rotary)
+        if geometry.raw_keys:
+            own = heads[:, geometry.num_heads : geometry.num_heads + kv_heads].clone()
+        _rotate_(rotary, state.cos, state.sin)
+        stored = heads[:, geometry.num_heads :]
+        if geometry.raw_keys:
+            stored = torch.cat((own, stored[:, kv_heads:]), dim=1)
+        cache.view(-1, dim)[state.write] = stored
+
+        width = geometry.num_heads * dim
+        query = qkv[:, :width]
+        out = torch.empty_like(query)
+        for group in state.groups:
+            self._attend_group(query, cache, group, state.decode_rows, out)
+        for row in state.rows:
+            self._attend_row(heads, cache, row, out)
+        return out
+
+    def _gather(self, cache: Tensor, keys: _Keys) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [rows * kv_heads, places, d]."""
+        dim = self.geometry.head_dim
+        found = cache.view(-1, cache.shape[-2] * dim).index_select(0, keys.pieces)
+        key, value = found.view(2, keys.rows * self.geometry.num_kv_heads, -1, dim).unbind(0)
+        if keys.tables is not None:
+            _rotate_(key.view(keys.rows, self.geometry.num_kv_heads, -1, dim), *keys.tables)
+        return key, value
+
+    def _attend_group(
+        self, query: Tensor, cache: Tensor, group: _Group, decode_rows: int, out: Tensor
+    ) -> None:
+        rows, dim = group.keys.rows, self.geometry.head_dim
+        key, value = self._gather(cache, group.keys)
+        mine = query[:decode_rows] if group.index is None else query.index_select(0, group.index)
+        mine = mine.reshape(rows * self.geometry.num_kv_heads, self._group, dim)
+        key = key[:, : group.places].transpose(1, 2)
+        if group.mask is None:
+            scores = torch.bmm(mine, key).mul_(self.geometry.scale)
+        else:
+            scores = torch.baddbmm(group.mask, mine, key, alpha=self.geometry.scale)
+        found = torch.bmm(scores.softmax(-1), value[:, : group.places]).view(rows, -1)
+        if group.index is None:
+            out[:decode_rows] = found
+        else:
+            out.index_copy_(0, group.index, found)
+
+    def _attend_row(self, heads: Tensor, cache: Tensor, row: _Row, out: Tensor) -> None:
+        hq, kv_heads, dim = (
+            self.geometry.num_heads,
+            self.geometry.num_kv_heads,
+            self.geometry.head_dim,
+        )
+        if row.keys is None:
+            own = heads[row.start : row.end, hq:].transpose(0, 1).contiguous()
+            key, value = own.split(kv_heads)
+        else:
+            key, value = self._gather(cache, row.keys)
+        for block in row.blocks:
+            count = block.end - block.start
+            query = heads[block.start : block.end, :hq].view(count, kv_heads, self._group, dim)
+            query = query.permute(1, 2, 0, 3).reshape(kv_heads, self._group * count, dim)
+            scores = torch.bmm(query, key[:, block.low : block.high].transpose(1, 2))
+            scores.mul_(self.geometry.scale)
+            scores[:, :, -block.mask.shape[1] :] += block.mask
+            found = torch.bmm(scores.softmax(-1), value[:, block.low : block.high])
+            target = out[block.start : block.end].view(count, kv_heads, self._group, dim)
+            target.copy_(found.view(kv_heads, self._group, count, dim).permute(2, 0, 1, 3))

@@ -1,0 +1,44 @@
+"""Linear layers: definition, and the operations around them (embedding, SiLU·mul).
+
+A linear is made once from its weight and called many times, so that a version may repack:
+``version.call(weight, bias, epilogue)`` gives the callable ``apply(x, other=None)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.ops.registry import register
+
+Epilogue = Literal["none", "silu_mul", "add"]
+Apply = Callable[..., Tensor]
+
+
+@register("linear", "torch")
+def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -> Apply:
+    """y = x @ cat(weights).T + bias, then the epilogue.
+
+    weights: each [out_i, in]; x: [T, in]; bias: [sum out_i].
+    ``none``: y. ``add``: y + other, other [T, out]. ``silu_mul``: the weights are the gate's and
+    the up projection's, of equal size; silu(y_gate) * y_up, [T, out / 2].
+    """
+    weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
+
+    def apply(x: Tensor, other: Tensor | None = None) -> Tensor:
+        y = F.linear(x, weight, bias)
+        if epilogue == "add":
+            return y + other
+        return silu_mul(y) if epilogue == "silu_mul" else y
+
+    return apply
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """[T, 2m] -> [T, m]: silu(first half) * second half."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,73 @@
+"""Operations and their versions. One is chosen per operation at start-up and printed; nothing
+falls back inside a step.
+
+The first version registered for an operation is its definition: plain torch that is obviously
+right, which documents the operation, tests the other versions and runs where none of them can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+
+_MODULES = (
+    "octavo.ops.norm",
+    "octavo.ops.linear",
+    "octavo.ops.attention",
+    "octavo.ops.cpu.norm",
+    "octavo.ops.cpu.linear",
+    "octavo.ops.cpu.attention",
+)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Version:
+    """``tolerance``: largest error against the definition in FP64, relative to the largest value,
+    in units of the dtype's epsilon."""
+
+    op: str
+    name: str
+    call: Callable[..., Any]
+    available: Callable[[str, torch.dtype], bool]
+    tolerance: float
+
+
+_versions: dict[str, list[Version]] = {}
+
+
+def register(
+    op: str,
+    name: str,
+    available: Callable[[str, torch.dtype], bool] = lambda device, dtype: True,
+    tolerance: float = 4.0,
+) -> Callable[[F], F]:
+    """Adds a function (or class) as a version of ``op``; later ones are preferred where available."""
+
+    def add(call: F) -> F:
+        _versions.setdefault(op, []).append(Version(op, name, call, available, tolerance))
+        return call
+
+    return add
+
+
+def versions(op: str) -> list[Version]:
+    """All versions of an operation, its definition first."""
+    for module in _MODULES:
+        import_module(module)
+    return _versions[op]
+
+
+def operations() -> list[str]:
+    for module in _MODULES:
+        import_module(module)
+    return list(_versions)
+
+
+def select(op: str, device: str, dtype: torch.dtype) -> Version:
+    """The preferred version that runs on ``device`` ("cpu") with ``dtype``."""
+    return [v for v in versions(op) if v.available(device, dtype)][-1]
