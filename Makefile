@@ -1,0 +1,81 @@
+# What a newcomer needs: `make demo`, then `make test`. `make help` lists the rest.
+
+# A Python from 3.11 to 3.13; the first one found unless you name one.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& echo $$p && break; done)
+# The build of torch to install, and where a CPU build comes from when the default index
+# would bring CUDA packages to a machine without a GPU (TORCH_INDEX= : take them).
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PORT ?= 8000
+VENV ?= .venv
+PYTEST_FLAGS ?=
+
+BIN := $(VENV)/bin
+.DEFAULT_GOAL := help
+.PHONY: help demo stop install install-test test lint types format hooks bench bench-guide clean distclean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: install  ## install, pull the demo model, start the server, ask it something
+	@$(BIN)/python scripts/demo.py start --port $(PORT)
+
+stop:  ## stop the server that `make demo` left running
+	@$(PYTHON) scripts/demo.py stop
+
+install: $(BIN)/.octavo  ## .venv with octavo in it
+
+install-test: $(BIN)/.octavo-test
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "octavo needs Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python3"; exit 2; }
+	@echo "==> virtual environment $(VENV) ($(PYTHON))"
+	@$(PYTHON) -m venv $(VENV) || { echo "no venv module: install it (Debian, Ubuntu: apt install python3-venv)"; exit 2; }
+
+$(BIN)/.octavo: pyproject.toml scripts/install_torch.py | $(BIN)/python
+	@echo "==> torch"
+	@$(BIN)/python scripts/install_torch.py "$(TORCH)" "$(TORCH_INDEX)"
+	@echo "==> octavo and what it needs"
+	@$(BIN)/python -m pip install --quiet --progress-bar on -e .
+	@touch $@
+
+$(BIN)/.octavo-test: $(BIN)/.octavo
+	@echo "==> what the tests need"
+	@$(BIN)/python -m pip install --quiet --progress-bar on -e '.[test]'
+	@touch $@
+
+test: install-test  ## run the tests (all but those that need a GPU)
+	@echo "==> tests"
+	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
+
+lint: install-test  ## ruff: rules and format
+	@echo "==> lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: install-test  ## mypy
+	@echo "==> types"
+	@$(BIN)/mypy
+
+format: install-test  ## let ruff rewrite
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+hooks: install-test  ## run lint and types before every commit
+	@$(BIN)/pre-commit install
+
+bench: install-test  ## speed, against transformers in the same environment
+	@$(BIN)/python -m benchmarks.scheduler
+	@$(BIN)/python -m benchmarks.compare
+
+bench-guide: install-test  ## the guide's claims, measured on this machine
+	@$(BIN)/python -m benchmarks.guide_claims
+
+clean:  ## remove build outputs and caches
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find octavo tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean  ## remove .venv, the demo's state and the test models too
+	@rm -rf $(VENV) .demo tests/.fixtures
