@@ -1,0 +1,35 @@
+"""What importing costs: torch takes seconds, so nothing that answers quickly may load it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "pandas", "scipy")
+LIGHT_MODULES = {
+    "octavo": (*HEAVY, "numpy", "fastapi"),
+    "octavo.cli.main": (*HEAVY, "numpy", "fastapi", "aiohttp", "rich", "huggingface_hub"),
+    "octavo.cli.serve": (*HEAVY, "fastapi", "aiohttp", "rich", "huggingface_hub"),
+    "octavo.cli.bench.serve": (*HEAVY, "fastapi"),
+    "octavo.checkpoint.locate": (*HEAVY, "fastapi", "huggingface_hub"),
+    "octavo.core.scheduler": (*HEAVY, "fastapi"),
+    "octavo.engine.client": (*HEAVY, "fastapi"),
+    "octavo.engine.admission": (*HEAVY, "fastapi"),
+    "octavo.text.tokenizer": (*HEAVY, "fastapi"),
+    "octavo.text.chat": (*HEAVY, "fastapi"),
+    "octavo.server.app": HEAVY,
+    "octavo.server.lifecycle": (*HEAVY, "fastapi"),
+    "octavo.model.families.catalogue": HEAVY,
+    "octavo.llm": HEAVY,
+}
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_importing_brings_nothing_heavy(module: str) -> None:
+    script = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert [name for name in LIGHT_MODULES[module] if name in loaded] == []
