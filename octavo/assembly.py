@@ -164,12 +164,13 @@ class Assembler:
     def apply(self, outputs: Outputs) -> list[int]:
         """Returns the handles whose text met a stop string: to be aborted."""
         answers = self._answers
-        touched: dict[int, Answer] = {}
+        touched: dict[int, Answer] = {}  # by handle of choice 0, in order
         stopped = []
         for started in outputs.started:
             answers[started.handle].start(started.num_cached_tokens)
         for handle, token in outputs.pairs():
-            answer = touched[id(answers[handle])] = answers[handle]
+            answer = answers[handle]
+            touched[answer.request.handle] = answer
             if answer.push(handle, token):
                 stopped.append(handle)
         for row in outputs.logprobs:
@@ -177,10 +178,12 @@ class Assembler:
         for rows in outputs.prompt_logprobs:
             answers[rows.handle].push_prompt_logprobs(rows)
         for event in outputs.finished:
-            answer = touched[id(answers[event.handle])] = answers.pop(event.handle)
+            answer = answers.pop(event.handle)
+            touched[answer.request.handle] = answer
             answer.finish(event)
         for rejected in outputs.rejected:
-            answer = touched[id(answers[rejected.handle])] = answers.pop(rejected.handle)
+            answer = answers.pop(rejected.handle)
+            touched[answer.request.handle] = answer
             answer.reject(InvalidRequest(rejected.message, rejected.param))
         self.touched = list(touched.values())
         return stopped

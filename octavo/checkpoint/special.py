@@ -22,7 +22,8 @@ def tokenizer_eos_ids(path: Path) -> list[int]:
     """EOS ids named by a GGUF's metadata or by a directory's tokenizer files; [] when none is."""
     if path.is_file():
         metadata = GGUFFile(path).metadata
-        names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        kinds = ("eos", "eot", "eom")
+        names = [f"tokenizer.ggml.{kind}_token_id" for kind in kinds]
         return sorted({int(metadata[name]) for name in names if name in metadata})
     config_file, vocabulary_file = path / "tokenizer_config.json", path / "tokenizer.json"
     if not (config_file.exists() and vocabulary_file.exists()):

@@ -12,7 +12,7 @@ from octavo.checkpoint.special import tokenizer_eos_ids
 from octavo.config import EngineConfig, reject_unsupported
 from octavo.engine.engine import Engine
 from octavo.engine.messages import EngineInfo
-from octavo.model.families import default_sampling, eos_ids
+from octavo.model.facts import default_sampling, eos_ids
 from octavo.worker.executor import UniExecutor
 
 ProgressSink = Callable[[str, float], None]
@@ -32,7 +32,7 @@ def start_engine(config: EngineConfig, progress: ProgressSink) -> tuple[Engine, 
         threads=found.threads,
         vocab_size=found.vocab_size,
         max_model_len=found.max_model_len,
-        eos_ids=sorted({*eos_ids(path), *tokenizer_eos_ids(path)}),
+        eos_ids=sorted({*eos_ids(path, config.model.hf_overrides), *tokenizer_eos_ids(path)}),
         block_size=found.block_size,
         num_blocks=found.num_blocks,
         kv_cache_bytes=found.kv_cache_bytes,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -169,7 +171,7 @@ class Model:
     def allocate_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """One tensor per layer. Zeros: masked places are multiplied by 0, so must be finite."""
         return [
-            torch.zeros(layer.mixer.operation.kv_shape(num_blocks, block_size), dtype=self.dtype)
+            zeros_on_demand(layer.mixer.operation.kv_shape(num_blocks, block_size), self.dtype)
             for layer in self.layers
         ]
 
@@ -198,6 +200,13 @@ class Model:
 
 
 @torch.inference_mode()
+def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU whose pages are taken from the system when first written (NumPy asks calloc,
+    torch.zeros writes them all): gigabytes are there at once."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
 def load_model(path: str | Path, config: EngineConfig, progress: Progress) -> Model:
     """A model from a checkpoint directory or a GGUF file.
 
