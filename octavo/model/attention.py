@@ -65,6 +65,6 @@ class Attention:
             self.qk_weight = torch.cat((query, key))
 
     def __call__(self, x: Tensor, residual: Tensor, cache: Tensor, state: Any) -> Tensor:
-        """x, residual: [T, hidden]; ``state``: of this step and geometry. Returns residual + out."""
+        """x, residual: [T, hidden]; ``state``: the step's. Returns residual + attention(x)."""
         mixed = self.operation(self.qkv(x), cache, state, self.qk_weight)
         return self.out(mixed, residual)

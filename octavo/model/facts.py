@@ -114,6 +114,7 @@ def _merged(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     merged = dict(config)
     for key, value in overrides.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, Mapping)
-        merged[key] = _merged(old, value) if both else value
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            value = _merged(old, value)
+        merged[key] = value
     return merged

@@ -51,7 +51,7 @@ class Rope:
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
     def _dynamic(self, scaling: DynamicScaling, lengths: Tensor) -> Tensor:
-        """[m, head_dim / 2]: the base grows with each row's context (NTK-aware, bloc97/emozilla)."""
+        """[m, head_dim / 2]: the base grows with each context (NTK-aware, bloc97, emozilla)."""
         exponent = self.head_dim / (self.head_dim - 2)
         excess = lengths.clamp(min=scaling.original) / scaling.original
         base = self.spec.theta * (scaling.factor * excess - (scaling.factor - 1)) ** exponent

@@ -7,6 +7,7 @@ the cache belongs to it (``kv_shape``), and ``prepare`` does once per step what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ class AttentionGeometry:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return 1 / math.sqrt(self.head_dim)
 
 
 class BatchColumns(Protocol):

@@ -24,14 +24,14 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
     """y = x @ cat(weights).T + bias, then the epilogue.
 
     weights: each [out_i, in]; x: [T, in]; bias: [sum out_i].
-    ``none``: y. ``add``: y + other, other [T, out]. ``silu_mul``: the weights are the gate's and
+    ``none``: y. ``add``: y + other, other [T, out], which only this one takes. ``silu_mul``: the weights are the gate's and
     the up projection's, of equal size; silu(y_gate) * y_up, [T, out / 2].
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
 
     def apply(x: Tensor, other: Tensor | None = None) -> Tensor:
         y = F.linear(x, weight, bias)
-        if epilogue == "add":
+        if other is not None:
             return y + other
         return silu_mul(y) if epilogue == "silu_mul" else y
 

@@ -46,7 +46,7 @@ def register(
     available: Callable[[str, torch.dtype], bool] = lambda device, dtype: True,
     tolerance: float = 4.0,
 ) -> Callable[[F], F]:
-    """Adds a function (or class) as a version of ``op``; later ones are preferred where available."""
+    """Adds a function or class as a version of ``op``; the last one available is preferred."""
 
     def add(call: F) -> F:
         _versions.setdefault(op, []).append(Version(op, name, call, available, tolerance))

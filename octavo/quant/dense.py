@@ -29,6 +29,8 @@ class Dense:
         import torch
 
         biases = [part["bias"] for part in parts if "bias" in part]
-        return linear(
-            [part["weight"] for part in parts], torch.cat(biases) if biases else None, epilogue
+        weights = [part["weight"] for part in parts]
+        apply: Callable[..., torch.Tensor] = linear(
+            weights, torch.cat(biases) if biases else None, epilogue
         )
+        return apply

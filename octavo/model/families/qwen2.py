@@ -10,7 +10,7 @@ from octavo.model.spec import DecoderSpec
 
 
 def window_of(config: ConfigReader) -> Callable[[int], int | None]:
-    """``use_sliding_window`` gives ``sliding_window`` to the layers from ``max_window_layers`` on."""
+    """``use_sliding_window``: layers from ``max_window_layers`` on get ``sliding_window``."""
     if not config.boolean("use_sliding_window", False) or not config.has("sliding_window"):
         return lambda layer: None
     window = config.integer("sliding_window")

@@ -20,9 +20,14 @@ class WeightSource(Protocol):
     """``where`` names the checkpoint in errors. ``shapes``: stored name -> shape, None when the
     source makes what is asked for."""
 
-    where: str
-    spec: DecoderSpec
-    shapes: Mapping[str, tuple[int, ...]] | None
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def spec(self) -> DecoderSpec: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]] | None: ...
 
     def stored_name(self, name: str) -> str:
         """The checkpoint's name of our tensor ``name`` (``layers.3.q.weight``)."""

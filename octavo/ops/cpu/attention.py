@@ -46,8 +46,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _QueryBlock:
-    """Queries start .. end (token rows) meet keys low .. high of their row. ``mask`` covers the last
-    columns: [group * queries, m]."""
+    """Queries start .. end (token rows) meet keys low .. high of their row. ``mask``:
+    [group * queries, m], covers the last m of these keys; the others are all seen."""
 
     start: int
     end: int

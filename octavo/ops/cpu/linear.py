@@ -38,16 +38,19 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
 
         def silu_mul(x: Tensor, other: Tensor | None = None) -> Tensor:
             activated = pointwise(x, gate, gate_bias, "swish", [], "")
-            return pointwise.binary(x, activated, up, up_bias, "mul")
+            product: Tensor = pointwise.binary(x, activated, up, up_bias, "mul")
+            return product
 
         return silu_mul
 
     packed = reorder(weights[0] if len(weights) == 1 else torch.cat(tuple(weights)), _ROWS_HINT)
 
     def plain(x: Tensor, other: Tensor | None = None) -> Tensor:
-        return pointwise(x, packed, bias, "none", [], "")
+        y: Tensor = pointwise(x, packed, bias, "none", [], "")
+        return y
 
     def add(x: Tensor, other: Tensor | None = None) -> Tensor:
-        return pointwise.binary(x, other, packed, bias, "add")
+        y: Tensor = pointwise.binary(x, other, packed, bias, "add")
+        return y
 
     return add if epilogue == "add" else plain
