@@ -6,9 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.fixtures import models, server
 from tests.fixtures.scripted import ScriptedModel, scripted_model
+
+# CI runs the same examples every time; a developer who changed the scheduler explores new ones.
+settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=3000, print_blob=True)
+settings.load_profile("default")
 
 
 @pytest.fixture(scope="session")
