@@ -34,13 +34,14 @@ def run(arguments: Arguments) -> int:
     log = StartupLog(names[0])
 
     from octavo.checkpoint.locate import locate
-    from octavo.server.lifecycle import serve
 
     weights = asked.load_format != "dummy"
     try:
         files = locate(asked.model, asked.revision, weights=weights, progress=log.progress)
         # From here on the model is its files: the engine process must not look for them again.
         model = replace(asked, model=str(files.path), served_model_name=names)
+        from octavo.server.lifecycle import serve
+
         return serve(replace(engine_config, model=model), server_config, files, log)
     finally:
         log.progress.end()  # an error's line begins on a line of its own
