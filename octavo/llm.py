@@ -16,7 +16,7 @@ from octavo.checkpoint.locate import ModelFiles, locate
 from octavo.config import EngineConfig, from_flags
 from octavo.engine.admission import prepare
 from octavo.engine.messages import AddRequest, EngineInfo, EngineStats, Outputs
-from octavo.text.chat import ChatTemplate, load_chat_template
+from octavo.text.chat import ChatTemplate, check_template_variables, load_chat_template
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.types import EngineDead, InvalidRequest, RequestOutput, SamplingParams
 
@@ -142,6 +142,7 @@ class LLM(_Frontend):
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of a list of them."""
+        check_template_variables(chat_template_kwargs or {})
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         prompts: list[Prompt] = [
             self.encode_chat(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,26 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import ConfigError, InvalidRequest
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-_RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
+# Arguments of ``ChatTemplate.encode``: not for a request's own template variables.
+_RESERVED = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "allow_special_in_content",
+}
+
+
+def check_template_variables(variables: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest when a request's ``chat_template_kwargs`` sets what has a field of its
+    own. To be called before they are passed to ``ChatTemplate.encode``."""
+    taken = sorted(_RESERVED & variables.keys())
+    if taken:
+        raise InvalidRequest(
+            f"chat_template_kwargs may not set {', '.join(taken)}", "chat_template_kwargs"
+        )
 
 
 def load_chat_template(
@@ -151,12 +170,6 @@ class ChatTemplate:
             )
         if not messages:
             raise InvalidRequest("messages is empty", "messages")
-        taken = _RESERVED & kwargs.keys()
-        if taken:
-            raise InvalidRequest(
-                f"chat_template_kwargs may not set {', '.join(sorted(taken))}",
-                "chat_template_kwargs",
-            )
         return {
             **kwargs,
             "messages": normalise_messages(messages, self._formats[self._choose(tools)]),

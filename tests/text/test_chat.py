@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.text.chat import ChatTemplate, load_chat_template
+from octavo.text.chat import ChatTemplate, check_template_variables, load_chat_template
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import ConfigError, InvalidRequest
 from tests.text import vocabularies
@@ -227,11 +227,11 @@ def test_bad_messages_are_named(tokenizer, messages, reason):
         ChatTemplate(CHATML, tokenizer).encode(messages)
 
 
-def test_reserved_names_cannot_be_overridden(tokenizer):
-    with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
-        ChatTemplate(CHATML, tokenizer)._request(
-            [*user("x")], None, None, True, False, {"messages": []}
-        )
+@pytest.mark.parametrize("name", ["messages", "tools", "allow_special_in_content"])
+def test_template_variables_cannot_replace_fields_of_the_request(name):
+    check_template_variables({"enable_thinking": False})
+    with pytest.raises(InvalidRequest, match=f"may not set {name}"):
+        check_template_variables({"enable_thinking": False, name: True})
 
 
 def test_templates_are_found_beside_the_tokenizer_and_overridden(tmp_path):
