@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": EVERYBODY,
     "text": EVERYBODY | {"checkpoint"},
     "engine": EVERYBODY | {"core", "checkpoint"},
-    "engine.start": EVERYBODY | {"core", "checkpoint", "engine", "model.families", "worker"},
+    "engine.start": EVERYBODY | {"core", "checkpoint", "engine", "model.facts", "worker"},
     "assembly": EVERYBODY | {"engine.messages", "text"},
     "ops": set(),
     "quant": EVERYBODY | {"ops"},

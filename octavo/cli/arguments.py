@@ -164,7 +164,7 @@ class _Reader:
             for name, value in self._file(path, given).items():
                 given.values.setdefault(name, value)
         for name, entries in dotted.items():
-            given.values[name] = _merged(given.values.get(name, {}), entries)
+            given.values[name] = _merged(given.values.get(name) or {}, entries)
         return given
 
     def _take(
@@ -304,6 +304,8 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        nested = isinstance(value, dict) and isinstance(old, dict)
-        merged[key] = _merged(old, value) if nested else value
+        if isinstance(value, dict) and isinstance(old, dict):
+            merged[key] = _merged(old, value)
+        else:
+            merged[key] = value
     return merged

@@ -88,12 +88,12 @@ def _flag(f: Any) -> list[str]:
 
 
 def _describe(f: Any) -> str:
-    text = f.metadata["help"].replace("%%", "%")
+    text = str(f.metadata["help"]).replace("%%", "%")
     choices = f.metadata.get("choices")
     if choices and len(choices) > 4:
         text += f" [{', '.join(map(str, choices))}]"
     default = f.default
-    if default in (None, "", False) or not isinstance(default, (str, int, float)):
+    if default is False or default == "" or not isinstance(default, (str, int, float)):
         return text
     shown = "on" if default is True else f"{default:g}" if isinstance(default, float) else default
     return f"{text} (default {shown})"

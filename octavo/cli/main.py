@@ -99,3 +99,7 @@ def _overview(topic: str) -> str:
     serve = Command("serve", COMMANDS["serve"][1], (EngineConfig, ServerConfig), migrating=True)
     lines += command_help(serve, topic).splitlines()
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
