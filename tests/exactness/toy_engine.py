@@ -257,9 +257,10 @@ class ToyEngine:
         self.scheduler.check()
 
     def _settle(self) -> None:
-        for request in self.scheduler.take_finished():
+        for request in self.scheduler.finished_early:
             assert request.finish_reason is not None
             self._judge(self.choices[request.handle], request.finish_reason)
+        self.scheduler.finished_early.clear()
 
     # ---- what came out ----
 
