@@ -38,12 +38,12 @@ $(BIN)/.octavo: pyproject.toml scripts/install_torch.py | $(BIN)/python
 	@echo "==> torch"
 	@$(BIN)/python scripts/install_torch.py "$(TORCH)" "$(TORCH_INDEX)"
 	@echo "==> octavo and what it needs"
-	@$(BIN)/python -m pip install --quiet --progress-bar on -e .
+	@$(BIN)/python -m pip install -e .
 	@touch $@
 
 $(BIN)/.octavo-test: $(BIN)/.octavo
 	@echo "==> what the tests need"
-	@$(BIN)/python -m pip install --quiet --progress-bar on -e '.[test]'
+	@$(BIN)/python -m pip install -e '.[test]'
 	@touch $@
 
 test: install-test  ## run the tests (all but those that need a GPU)

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -114,5 +115,5 @@ def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[
     imported = clock.finish()
     runner = Runner(config, path, load_model)
     info = runner.start(progress)
-    info.startup_seconds.update(imported)
-    return runner, info
+    phases = {**imported, **info.startup_seconds}  # in the order in which they happened
+    return runner, replace(info, startup_seconds=phases)
