@@ -43,25 +43,26 @@ from octavo.engine.messages import (
     from_engine_decoder,
 )
 from octavo.engine.streams import RequestStream
-from octavo.types import ConfigError, EngineDead
+from octavo.types import ConfigError, EngineDead, FinishReason
 
 logger = logging.getLogger("octavo")
 
 ENGINE_MODULE = "octavo.engine.process"
 HEARTBEAT_LIMIT = 1.5  # seconds; the engine beats every 0.5 s
 CHECK_INTERVAL = 0.25
+REJECTED = "rejected"  # beside the finish reasons, in ``ProcessClient.ended``
 
 
 class _Entry:
     """A submitted request that has not ended. Shared by its n handles."""
 
-    __slots__ = ("handle", "n", "num_open", "num_prompt_tokens", "started", "stream")
+    __slots__ = ("handle", "n", "num_open", "num_prompt_tokens", "queued", "stream")
 
     def __init__(self, request: AddRequest, stream: RequestStream) -> None:
         self.handle = request.handle
         self.n = self.num_open = request.params.n
         self.num_prompt_tokens = len(request.prompt_ids) // 4
-        self.started = False
+        self.queued = True  # counted by the gate: none of its choices has started
         self.stream = stream
 
 
@@ -82,8 +83,10 @@ class ProcessClient:
     ) -> None:
         self.config = config
         self.stats = EngineStats(time=0.0)
-        self.num_running = 0
-        self.num_waiting = 0
+        # Sequences ever admitted, and ever ended by reason. Always: num_admitted == num_running +
+        # num_waiting + the sum of ``ended``.
+        self.num_admitted = 0
+        self.ended = dict.fromkeys([reason.value for reason in FinishReason] + [REJECTED], 0)
         self.draining = False
         self.on_step: Callable[[EngineStats], None] | None = None
         self._command = list(command)
@@ -91,6 +94,7 @@ class ProcessClient:
         self._info: EngineInfo | None = None
         self._gate: QueueGate | None = None
         self._entries: dict[int, _Entry] = {}  # by every open handle
+        self._waiting: set[int] = set()  # of those, the ones not scheduled yet
         self._next_handle = 1
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._last_beat = 0.0
@@ -151,6 +155,14 @@ class ProcessClient:
     def alive(self) -> bool:
         return not self._death
 
+    @property
+    def num_running(self) -> int:
+        return len(self._entries) - len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def problem(self) -> str | None:
         """Why the engine cannot serve now, or None when it makes progress."""
         if self._death or self._stalled:
@@ -202,18 +214,20 @@ class ProcessClient:
             self._send(request)
             entry = _Entry(request, stream)
             gate.enter(entry.num_prompt_tokens, now)
-            self.num_waiting += entry.num_open
-            for i in range(entry.num_open):
+            for i in range(entry.n):
                 self._entries[request.handle + i] = entry
+        self._waiting.update(handles)
+        self.num_admitted += len(handles)
         return stream
 
-    def abort(self, handles: Iterable[int]) -> None:
-        """Drops handles that are still open; their events end here and now."""
+    def abort(self, handles: Iterable[int], reason: FinishReason = FinishReason.ABORT) -> None:
+        """Drops handles that are still open; their events end here and now. ``reason`` is how
+        they are counted: STOP for those that met a stop string."""
         known = [handle for handle in handles if handle in self._entries]
         if not known:
             return
         for handle in known:
-            self._end(handle)
+            self._end(handle, reason)
         if not self._death:
             with contextlib.suppress(EngineDead):
                 self._send(Abort(handles=known))
@@ -320,8 +334,8 @@ class ProcessClient:
         self.stats = stats = outputs.stats
         for started in outputs.started:
             entry = entries.get(started.handle)
-            if entry is not None and not entry.started:
-                self._start(entry)
+            if entry is not None:
+                self._start(started.handle, entry)
                 entry.stream.events().started.append(started)
         for pair in outputs.pairs():
             entry = entries.get(pair[0])
@@ -337,45 +351,45 @@ class ProcessClient:
                 entry.stream.events().prompt_logprobs.append(rows)
         for finished in outputs.finished:
             if (entry := entries.get(finished.handle)) is not None:
-                self._end(finished.handle)
+                self._end(finished.handle, finished.reason)
                 entry.stream.events().finished.append(finished)
         for rejected in outputs.rejected:
             if (entry := entries.get(rejected.handle)) is not None:
                 for handle in range(entry.handle, entry.handle + entry.n):
                     if handle in entries:
-                        self._end(handle)
+                        self._end(handle, REJECTED)
                 entry.stream.events().rejected.append(rejected)
         if self.on_step is not None:
             self.on_step(stats)
 
     # ---- accounts ----
 
-    def _start(self, entry: _Entry) -> None:
-        entry.started = True
-        self.num_waiting -= entry.num_open
-        self.num_running += entry.num_open
-        assert self._gate is not None
-        self._gate.leave(entry.num_prompt_tokens, time.monotonic(), started=True)
+    def _start(self, handle: int, entry: _Entry) -> None:
+        self._waiting.discard(handle)
+        self._leave_queue(entry, started=True)
 
-    def _end(self, handle: int) -> None:
+    def _end(self, handle: int, reason: str) -> None:
         entry = self._entries.pop(handle)
+        self._waiting.discard(handle)
+        self.ended[reason] += 1
         entry.num_open -= 1
+        if not entry.num_open:
+            self._leave_queue(entry, started=False)
         entry.stream.open.discard(handle)
         if not entry.stream.open:
             entry.stream.wake()
-        if entry.started:
-            self.num_running -= 1
-            return
-        self.num_waiting -= 1
-        if not entry.num_open and self._gate is not None:
-            self._gate.leave(entry.num_prompt_tokens, time.monotonic(), started=False)
+
+    def _leave_queue(self, entry: _Entry, started: bool) -> None:
+        if entry.queued and self._gate is not None:
+            entry.queued = False
+            self._gate.leave(entry.num_prompt_tokens, time.monotonic(), started)
 
     def _fail_all(self, error: Exception) -> list[int]:
         handles = list(self._entries)
         for handle in handles:
             stream = self._entries[handle].stream
             stream.fail(error)
-            self._end(handle)
+            self._end(handle, FinishReason.ERROR)
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -83,10 +84,12 @@ class ChatTemplate:
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
         self._formats: dict[str, ContentFormat] = {}
+        self.variables: set[str] = set()  # that any of the templates reads
         for name, source in sources.items():
             try:
                 tree = environment.parse(source)
                 self._templates[name] = environment.from_string(tree)
+                self.variables |= jinja2.meta.find_undeclared_variables(tree)
             except jinja2.TemplateError as error:
                 line = getattr(error, "lineno", None)
                 at = f", line {line}" if line else ""

@@ -8,7 +8,8 @@ from octavo.types import InvalidRequest, QueueFull, SamplingParams
 
 def info(**changes):
     facts = {
-        "model": "m", "architecture": "llama", "dtype": "float32", "device": "cpu", "threads": 1, "vocab_size": 100,
+        "model": "m", "architecture": "llama", "dtype": "float32", "device": "cpu", "threads": 1,
+        "vocab_size": 100,
         "max_model_len": 64, "eos_ids": [1], "block_size": 16, "num_blocks": 8, "kv_cache_bytes": 1,
         "weight_bytes": 1, "max_num_seqs": 4, "max_num_batched_tokens": 64, "implementations": {},
         "startup_seconds": {}, "reasons": {},

@@ -103,6 +103,7 @@ def test_streams_get_their_own_tokens_and_counts_return_to_zero():
                 assert bytes(t for _, t in tokens[:-1]).decode() == text
                 assert [f.reason for f in finished] == [FinishReason.STOP]
             assert (client.num_waiting, client.num_running, client.num_waiting_tokens) == (0, 0, 0)
+            assert client.num_admitted == client.ended["stop"] == 3
 
     asyncio.run(main())
 
@@ -130,6 +131,7 @@ def test_aborted_handles_end_at_once_and_are_gone_from_the_engine():
             client.abort([added.handle, added.handle + 1])
             await asyncio.wait_for(collect(stream), 1)
             assert client.num_running == 0
+            assert client.ended["abort"] == client.num_admitted == 2
             await asyncio.sleep(0.1)
             steps = client.stats.num_steps
             await asyncio.sleep(0.1)

@@ -7,9 +7,11 @@ endlessly. Options: see ``Options``.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -125,7 +127,6 @@ class MockEngine:
             if self.options.reject:
                 outputs.rejected.append(m.Rejected(request.handle, self.options.reject, "prompt"))
                 continue
-            outputs.started.append(m.Started(request.handle, now, 4))
             ids = m.unpack_ids(request.prompt_ids).tolist()
             text = bytes(i for i in ids if i < 256)
             endless = b"say:" not in text
@@ -138,6 +139,7 @@ class MockEngine:
                     )
                 )  # fmt: skip
             for i in range(request.params.n):
+                outputs.started.append(m.Started(request.handle + i, now, 4))
                 timings = RequestTimings(request.arrival, now)
                 self.running[request.handle + i] = Row(request, i, script, endless, timings)
 
@@ -198,6 +200,7 @@ class MockEngine:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     engine = MockEngine(Options(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3])
     engine.load(config)

@@ -1,0 +1,185 @@
+"""What both generating routes do alike: from a validated body to a whole or streamed response."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.generation import Ask, Choice, Generation, Piece
+from octavo.server.logprobs import TokenNames
+from octavo.server.protocol import GenerationRequest
+from octavo.server.state import ServerState
+from octavo.server.streaming import EventStream, encode_json, members
+from octavo.types import FinishReason, InvalidRequest, SamplingParams
+
+logger = logging.getLogger("octavo")
+
+
+@dataclass
+class Answer(ABC):
+    """A response in the making. Subclasses give the shape of a choice and of events."""
+
+    kind: ClassVar[str]
+
+    state: ServerState
+    body: GenerationRequest
+    generation: Generation
+    names: TokenNames
+    request_id: str
+    model: str
+    warnings: list[str]
+    _closed: bool = field(default=False, init=False)  # the timings have been sent
+
+    @abstractmethod
+    def choice(self, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
+        """A finished choice of a whole response."""
+
+    @abstractmethod
+    def frames(self) -> AsyncIterator[bytes]:
+        """The events of a streamed response, [DONE] included."""
+
+    def head(self) -> dict[str, object]:
+        return {
+            "id": self.request_id,
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": self.state.fingerprint,
+        }
+
+    def members(self) -> dict[str, Any]:
+        """What ends a whole response."""
+        extra: dict[str, Any] = {"usage": self.usage(), "timings": self.generation.timings()}
+        if self.warnings:
+            extra["warnings"] = self.warnings
+        return extra
+
+    async def whole(self) -> bytes:
+        """Reads all pieces; JSON of the response."""
+        pieces: dict[int, list[Piece]] = {c.index: [] for c in self.generation.choices}
+        async for batch in self.generation.pieces():
+            for piece in batch:
+                pieces[piece.choice.index].append(piece)
+        choices = [self.choice(c, pieces[c.index]) for c in self.generation.choices]
+        return encode_json({**self.head(), "choices": choices, **self.members()})
+
+    # ---- usage ----
+
+    def usage(self) -> dict[str, Any]:
+        num_prompt, num_output = (
+            self.generation.num_prompt_tokens,
+            self.generation.num_output_tokens,
+        )
+        usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
+        if self.state.server.enable_prompt_tokens_details:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.generation.num_cached_tokens}
+        return usage
+
+    def _asks(self, option: str) -> bool:
+        options = self.body.stream_options
+        return bool(options is not None and getattr(options, option))
+
+    @property
+    def wants_usage(self) -> bool:
+        return self._asks("include_usage") or self.state.server.enable_force_include_usage
+
+    def continuous_usage(self) -> bytes:
+        if self.wants_usage and self._asks("continuous_usage_stats"):
+            return members(usage=self.usage())
+        return b""
+
+    def chunk_tail(self, piece: Piece) -> bytes:
+        """Members that follow an event's choices: usage so far; at the very end the timings,
+        unless a usage event comes after it."""
+        tail = self.continuous_usage()
+        ended = piece.is_last and all(c.finish_reason for c in self.generation.choices)
+        if ended and not self.wants_usage and not self._closed:
+            self._closed = True
+            tail += self._closing()
+        return tail
+
+    def final_usage(self) -> bytes:
+        """Members of the event without choices, or b"" if the client did not ask for it."""
+        return members(usage=self.usage()) + self._closing() if self.wants_usage else b""
+
+    def _closing(self) -> bytes:
+        closing = members(timings=self.generation.timings())
+        return closing + members(warnings=self.warnings) if self.warnings else closing
+
+    def stopped(self, choice: Choice) -> bool:
+        """Whether the last token ended the choice (EOS, stop id) and is not in the text."""
+        by_id = choice.finish_reason == FinishReason.STOP and not isinstance(
+            choice.stop_reason, str
+        )
+        return by_id and not self.body.include_stop_str_in_output
+
+
+def request_id(request: Request, body: GenerationRequest, prefix: str) -> str:
+    """``prefix-ID`` with the client's id (field or X-Request-Id header), or a random one."""
+    sent = body.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
+    if len(sent) > 256 or not sent.isprintable() or not sent.isascii():
+        raise InvalidRequest(
+            "request_id must be at most 256 printable ASCII characters", "request_id"
+        )
+    return f"{prefix}-{sent}"
+
+
+async def respond(
+    state: ServerState,
+    request: Request,
+    answer_type: type[Answer],
+    body: GenerationRequest,
+    params: SamplingParams,
+    prompts: tuple[list[list[int]], list[str | None]],
+    *,
+    arrival: float,
+    prefix: str,
+    warnings: list[str],
+) -> Response:
+    """Runs the generation. Errors before the first event are raised; the app answers them."""
+    model = state.check_model(body.model)
+    name = request_id(request, body, prefix)
+    if body.priority and state.config.scheduler.scheduling_policy != "priority":
+        raise InvalidRequest(
+            "priority needs a server that runs with --scheduling-policy priority", "priority"
+        )
+    ask = Ask(
+        request_id=name,
+        prompts=prompts[0],
+        texts=prompts[1],
+        params=params,
+        arrival=arrival,
+        priority=body.priority or 0,
+        salt=state.salt(request.scope["octavo.key"], body.cache_salt),
+        drop_output=bool(body.echo) and body.max_tokens == 0,
+    )
+    generation = Generation(state, ask, request.receive)
+    names = TokenNames(
+        state.tokenizer, bool(body.return_tokens_as_token_ids), params.skip_special_tokens
+    )
+    answer = answer_type(state, body, generation, names, name, model, warnings)
+    if state.server.enable_log_requests:
+        logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
+    headers = {}
+    if state.server.enable_request_id_headers:
+        headers["x-request-id"] = name.removeprefix(prefix + "-")
+    await generation.begin()
+    if body.stream:
+        return EventStream(generation, answer.frames(), headers)
+    try:
+        content = await answer.whole()
+    finally:
+        generation.close()
+    return Response(content, 200, headers, "application/json")

@@ -1,0 +1,296 @@
+"""The routes. Each reads one schema (``protocol``) and answers; the work is in the other files."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from octavo import __version__
+from octavo.server import tokens
+from octavo.server.answers import respond
+from octavo.server.auth import App, KeyGuard
+from octavo.server.bodies import B, read_body
+from octavo.server.chat import ChatAnswer, chat_ids, check_tools
+from octavo.server.completions import CompletionAnswer, prompts_of
+from octavo.server.errors import (
+    ClientGone,
+    describe,
+    error_response,
+    on_http_exception,
+    on_unexpected_error,
+)
+from octavo.server.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    NoFields,
+    TokenizeRequest,
+)
+from octavo.server.sampling import chat_params, completion_params, renamed_for_chat
+from octavo.server.state import ServerState
+from octavo.types import EngineDead, InvalidRequest, OctavoError
+
+Route = Callable[[Request], Awaitable[Response]]
+
+SCHEMAS: dict[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/reset_prefix_cache": NoFields,
+}
+
+
+def create_app(state: ServerState) -> App:
+    """The whole application: CORS, then keys, then routes."""
+    api = FastAPI(
+        title="octavo",
+        version=__version__,
+        root_path=state.server.root_path,
+        redirect_slashes=False,
+        redoc_url=None,
+    )
+    api.add_exception_handler(HTTPException, on_http_exception)
+    api.add_exception_handler(OctavoError, _counting_errors(state))
+    api.add_exception_handler(ClientGone, _on_client_gone)
+    api.add_exception_handler(Exception, on_unexpected_error)
+    _add_generating_routes(api, state)
+    _add_text_routes(api, state)
+    _add_health_routes(api, state)
+    _add_facts_routes(api, state)
+    api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
+    server = state.server
+    guarded: App = KeyGuard(api, server.api_key, server.root_path)
+    return CORSMiddleware(
+        guarded,
+        allow_origins=server.allowed_origins,
+        allow_methods=server.allowed_methods,
+        allow_headers=server.allowed_headers,
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
+    lenient = state.server.lenient
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continues a text (or token ids)."""
+        arrival = time.monotonic()
+        body, warnings = await read_body(request, CompletionRequest, lenient)
+        state.check_serving()
+        state.check_model(body.model)
+        params = completion_params(body, state.client.info.default_sampling)
+        prompts = await prompts_of(state, body)
+        return await respond(
+            state, request, CompletionAnswer, body, params, prompts,
+            arrival=arrival, prefix="cmpl", warnings=warnings,
+        )  # fmt: skip
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        """Answers a conversation."""
+        arrival = time.monotonic()
+        body, warnings = await read_body(request, ChatRequest, lenient)
+        state.check_serving()
+        state.check_model(body.model)
+        check_tools(body)
+        try:
+            params = chat_params(body, state.client.info.default_sampling)
+            ids = await chat_ids(state, body, body.messages, body.add_special_tokens)
+            return await respond(
+                state, request, ChatAnswer, body, params, ([ids], [None]),
+                arrival=arrival, prefix="chatcmpl", warnings=warnings,
+            )  # fmt: skip
+        except InvalidRequest as error:
+            raise renamed_for_chat(error, body) from None
+
+
+def _add_text_routes(api: FastAPI, state: ServerState) -> None:
+    @api.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a conversation through the chat template."""
+        body = await _read(state, request, TokenizeRequest)
+        return _json(await tokens.tokenize(state, body))
+
+    @api.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await _read(state, request, DetokenizeRequest)
+        return _json(tokens.detokenize(state, body))
+
+    @api.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Facts of the tokenizer and the chat template."""
+        state.check_serving()
+        return _json(tokens.tokenizer_info(state))
+
+    @api.get("/v1/models")
+    async def models() -> Response:
+        """The names this server answers to."""
+        state.check_serving()
+        return _json({"object": "list", "data": [_card(state, name) for name in state.model_names]})
+
+    @api.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One model."""
+        state.check_serving()
+        return _json(_card(state, state.check_model(name)))
+
+
+def _add_health_routes(api: FastAPI, state: ServerState) -> None:
+    def serving() -> Response:
+        state.check_serving()
+        return Response(status_code=200)
+
+    @api.get("/health")
+    async def health() -> Response:
+        """200 only while the engine makes progress and requests are taken."""
+        return serving()
+
+    @api.get("/health/ready")
+    async def ready() -> Response:
+        """As /health: whether to send requests here."""
+        return serving()
+
+    @api.get("/health/live")
+    async def live() -> Response:
+        """200 unless a restart is needed: also while loading, draining or stalled."""
+        if not state.client.alive:
+            raise EngineDead(state.client.problem() or "the engine is gone")
+        return Response(status_code=200)
+
+    @api.get("/ping")
+    async def ping() -> Response:
+        """As /health."""
+        return serving()
+
+    @api.post("/ping")
+    async def post_ping() -> Response:
+        """As /health."""
+        return serving()
+
+
+def _add_facts_routes(api: FastAPI, state: ServerState) -> None:
+    @api.get("/version")
+    async def version() -> Response:
+        """The version of octavo."""
+        return _json({"version": __version__})
+
+    @api.get("/load")
+    async def load() -> Response:
+        """Requests being generated for, and the engine's sequences."""
+        client = state.client
+        return _json(
+            {
+                "server_load": state.num_in_flight,
+                "num_running": client.num_running,
+                "num_waiting": client.num_waiting,
+            }
+        )
+
+    @api.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Prometheus metrics."""
+        page, content_type = state.metrics.page(request.headers.get("accept", ""))
+        return Response(page, 200, {"content-type": content_type})
+
+    @api.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Forgets cached prefixes; success is false while requests run."""
+        await read_body(request, NoFields, optional=True)
+        return _json({"success": await state.client.reset_prefix_cache()})
+
+    @api.get("/server_info")
+    async def server_info() -> Response:
+        """The effective configuration; ``engine.reasons`` says why values not asked for are so."""
+        server = dataclasses.asdict(state.server)
+        server["api_key"] = ["***"] * len(state.server.api_key)
+        engine = state.client.info if state.client.problem() is None else None
+        return _json({"engine": engine, "engine_config": state.config, "server_config": server})
+
+
+async def _read(state: ServerState, request: Request, schema: type[B]) -> B:
+    body, _ = await read_body(request, schema, state.server.lenient)
+    state.check_serving()
+    state.check_model(getattr(body, "model", None))
+    return body
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), 200, None, "application/json")
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": state.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "octavo",
+        "root": state.config.model.model,
+        "parent": None,
+        "max_model_len": state.client.info.max_model_len,
+        "permission": [permission],
+    }
+
+
+def _counting_errors(state: ServerState) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handler(request: Request, error: Exception) -> Response:
+        status, _ = describe(error)
+        if request.method == "POST" and status in state.metrics.refused:
+            state.metrics.refused[status] += 1
+        return error_response(error)
+
+    return handler
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+def _openapi(api: FastAPI) -> dict[str, Any]:
+    """FastAPI's document plus the schemas of the bodies, which routes read themselves."""
+    if api.openapi_schema:
+        return api.openapi_schema
+    document = get_openapi(title=api.title, version=api.version, routes=api.routes)
+    _, schemas = models_json_schema(
+        [(schema, "validation") for schema in SCHEMAS.values()],
+        ref_template="#/components/schemas/{model}",
+    )
+    document.setdefault("components", {})["schemas"] = schemas["$defs"]
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own; ours are 400
+    for path, schema in SCHEMAS.items():
+        reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+        document["paths"][path]["post"]["requestBody"] = {
+            "required": schema is not NoFields,
+            "content": {"application/json": {"schema": reference}},
+        }
+    api.openapi_schema = document
+    return document

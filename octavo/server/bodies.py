@@ -1,0 +1,98 @@
+"""From the bytes of a request to a validated schema. Every fault becomes InvalidRequest (400)."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from octavo.server.errors import BodyTooLarge, ClientGone
+from octavo.server.protocol import HARMLESS_VALUES, LATER_FIELDS, Body
+from octavo.types import InvalidRequest
+
+MAX_BODY_BYTES = 32 << 20
+
+B = TypeVar("B", bound=Body)
+
+
+async def read_body(
+    request: Request, schema: type[B], lenient: bool = False, optional: bool = False
+) -> tuple[B, list[str]]:
+    """The validated body and, with ``lenient``, a warning per unknown field.
+
+    ``optional``: no body at all reads as {}. The JSON parser itself refuses more than 200 levels
+    of nesting and unpaired surrogates.
+    """
+    raw = await _read(request)
+    if optional and not raw:
+        return schema(), []
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        shown = repr(kind) if kind else "missing"
+        raise InvalidRequest(f"the content type is {shown}; send application/json")
+    try:
+        fields = from_json(raw)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    warnings = _settle_unknown_fields(fields, schema, lenient)
+    try:
+        return schema.model_validate(fields), warnings
+    except ValidationError as error:
+        raise _as_invalid_request(error, schema) from None
+
+
+async def _read(request: Request) -> bytes:
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise BodyTooLarge(f"the body has {length} bytes, at most {MAX_BODY_BYTES} are read")
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > MAX_BODY_BYTES:
+                raise BodyTooLarge(f"the body is above {MAX_BODY_BYTES} bytes")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientGone from None
+    return b"".join(chunks)
+
+
+def _settle_unknown_fields(fields: dict[str, Any], schema: type[Body], lenient: bool) -> list[str]:
+    """Removes fields the schema lacks: nulls silently, others with a warning or InvalidRequest."""
+    warnings = []
+    for name in [name for name in fields if name not in schema.model_fields]:
+        value = fields.pop(name)
+        if name in LATER_FIELDS:
+            if value is None or value in HARMLESS_VALUES.get(name, ()):
+                continue
+            problem = f"{name}: {LATER_FIELDS[name]}"
+        else:
+            near = difflib.get_close_matches(name, schema.model_fields, n=1)
+            problem = f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        if not lenient:
+            raise InvalidRequest(problem, name)
+        warnings.append(f"{problem} (ignored)")
+    return warnings
+
+
+def _as_invalid_request(error: ValidationError, schema: type[Body]) -> InvalidRequest:
+    """One line for the first fault. A field of several types (prompt) tells what it may be."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    first = faults[0]
+    field = str(first["loc"][0]) if first["loc"] else None
+    if first["type"] == "missing":
+        where = ".".join(str(part) for part in first["loc"])
+        return InvalidRequest(f"the field {where} is missing", field)
+    described = schema.model_fields[field].description if field in schema.model_fields else None
+    if described:
+        return InvalidRequest(f"{field} must be {described}", field)
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"unknown field {where!r}", field)
+    message = first["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"{where} {message.replace('Input should', 'must')}", field)

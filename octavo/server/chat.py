@@ -1,0 +1,163 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from octavo.server.answers import Answer
+from octavo.server.generation import Choice, Piece
+from octavo.server.logprobs import chat_entries, prompt_logprobs
+from octavo.server.protocol import ChatFields, ChatRequest, Message
+from octavo.server.state import ServerState
+from octavo.server.streaming import DONE, Frames, encode_json, members
+from octavo.text.chat import ChatTemplate
+from octavo.types import InvalidRequest
+
+
+async def chat_ids(
+    state: ServerState, body: ChatFields, messages: list[Message], add_special_tokens: bool | None
+) -> list[int]:
+    """The conversation's token ids, through the model's template."""
+    template = state.require_template()
+    plain = [message.model_dump(exclude_none=True) for message in messages]
+    variables = _template_variables(template, body)
+    continue_final = bool(body.continue_final_message)
+    generation_prompt = body.add_generation_prompt
+    if generation_prompt is None:
+        generation_prompt = not continue_final
+
+    def encode() -> list[int]:
+        return template.encode(
+            plain,
+            tools=body.tools,
+            documents=body.documents,
+            add_generation_prompt=generation_prompt,
+            continue_final_message=continue_final,
+            add_special_tokens=bool(add_special_tokens),
+            allow_special_in_content=state.server.allow_special_tokens_in_content,
+            **variables,
+        )
+
+    return await state.encode(encode, sum(len(str(m.get("content", ""))) for m in plain))
+
+
+def check_tools(body: ChatRequest) -> None:
+    """Tools may be shown to the model; calls are not read from its answer in this version."""
+    if body.tool_choice is not None and not body.tools and body.tool_choice != "none":
+        raise InvalidRequest("tool_choice needs tools", "tool_choice")
+    if body.tools and body.tool_choice != "none":
+        raise InvalidRequest(
+            "tool calls are not in this version: with tool_choice 'none' the template shows the "
+            "tools to the model and its answer comes back as text",
+            "tools" if body.tool_choice is None else "tool_choice",
+        )
+
+
+def _template_variables(template: ChatTemplate, body: ChatFields) -> dict[str, Any]:
+    """Variables for the template; one that it never reads would be ignored, so it is refused."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    sent = dict.fromkeys(variables, "chat_template_kwargs")
+    sent.update({n: n for n in ("tools", "documents", "reasoning_effort") if getattr(body, n)})
+    for name, field in sent.items():
+        if name not in template.variables:
+            raise InvalidRequest(f"this model's chat template does not use {name!r}", field)
+    return variables
+
+
+class ChatAnswer(Answer):
+    """The response to a chat request, whole or as events."""
+
+    kind = "chat.completion"
+    body: ChatRequest
+
+    # ---- whole ----
+
+    def choice(self, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
+        rows = [row for piece in pieces for row in piece.logprobs]
+        text = "".join(piece.text for piece in pieces)
+        result = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": self._echo() + text},
+            "logprobs": self._logprobs(rows, self.stopped(choice)),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.body.return_token_ids:
+            result["token_ids"] = choice.token_ids
+        return result
+
+    def members(self) -> dict[str, Any]:
+        prompt = self.generation.prompts[0]
+        extra = super().members()
+        if self.body.return_token_ids:
+            extra["prompt_token_ids"] = prompt.ids
+        if self.body.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = prompt_logprobs(self.names, len(prompt.ids), prompt.logprobs)
+        return extra
+
+    # ---- events ----
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        frames = Frames({**self.head(), "object": "chat.completion.chunk"})
+        plain = not (self.body.logprobs or self.body.return_token_ids)
+        async for batch in self.generation.pieces():
+            out = []
+            for piece in batch:
+                if piece.is_first:
+                    out.append(frames.frame(*self._opening(piece.choice)))
+                if piece.text or piece.is_last or not plain:
+                    out.append(frames.frame(self._event(piece, plain), self.chunk_tail(piece)))
+            if out:
+                yield b"".join(out)
+        if usage := self.final_usage():
+            yield frames.frame(b"", usage)
+        yield DONE
+
+    def _opening(self, choice: Choice) -> tuple[bytes, bytes]:
+        """The first event of a choice: its role, and whatever belongs to the prompt."""
+        delta = {"role": "assistant", "content": self._echo()}
+        event = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        extra: dict[str, Any] = {}
+        prompt = choice.prompt
+        if choice.index == 0 and self.body.return_token_ids:
+            extra["prompt_token_ids"] = prompt.ids
+        if choice.index == 0 and self.body.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = prompt_logprobs(self.names, len(prompt.ids), prompt.logprobs)
+        return encode_json(event), members(**extra) + self.continuous_usage()
+
+    def _event(self, piece: Piece, plain: bool) -> bytes:
+        choice = piece.choice
+        delta = b'{"content":%b}' % encode_json(piece.text) if piece.text else b"{}"
+        logprobs, more = b"null", b""
+        if not plain:
+            stopped = piece.is_last and self.stopped(choice)
+            logprobs = encode_json(self._logprobs(piece.logprobs, stopped))
+            if self.body.return_token_ids:
+                more = members(token_ids=piece.token_ids)
+        end = b"null"
+        if piece.is_last:
+            end = encode_json(choice.finish_reason)
+            more += members(stop_reason=choice.stop_reason)
+        return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}' % (
+            choice.index, delta, logprobs, end, more,
+        )  # fmt: skip
+
+    # ---- parts ----
+
+    def _logprobs(self, rows: list[Any], stopped: bool) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        top = self.body.top_logprobs or 0
+        return {"content": chat_entries(self.names, rows, top, stopped)}
+
+    def _echo(self) -> str:
+        """With echo: the last message's text, where the answer continues it."""
+        last = self.body.messages[-1]
+        if not self.body.echo or last.role != "assistant" or last.content is None:
+            return ""
+        if isinstance(last.content, str):
+            return last.content
+        return "".join(part.text for part in last.content)

@@ -1,0 +1,98 @@
+"""Errors as HTTP: one table from exception to status, type and code; one body shape (OpenAI's).
+
+``code`` is a string or null: OpenAI's clients expect that.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.types import EngineDead, InvalidRequest, OctavoError, QueueFull
+
+logger = logging.getLogger("octavo")
+
+
+class NotFound(OctavoError):
+    """A model or route that does not exist (404)."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "not_found") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class BodyTooLarge(OctavoError):
+    """The request's body is above the limit (413)."""
+
+
+class StepError(OctavoError):
+    """The engine failed while it computed this request (500)."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody reads an answer."""
+
+
+def describe(error: Exception) -> tuple[int, dict[str, str | None]]:
+    """HTTP status and the ``error`` object of an exception."""
+    param = getattr(error, "param", None)
+    if isinstance(error, InvalidRequest):
+        return 400, _error(str(error), "invalid_request_error", param, "invalid_request")
+    if isinstance(error, NotFound):
+        return 404, _error(str(error), "invalid_request_error", param, error.code)
+    if isinstance(error, BodyTooLarge):
+        return 413, _error(str(error), "invalid_request_error", None, "body_too_large")
+    if isinstance(error, QueueFull):
+        return 429, _error(str(error), "rate_limit_error", None, "queue_full")
+    if isinstance(error, EngineDead):
+        return 503, _error(str(error), "server_error", None, "engine_unavailable")
+    if isinstance(error, StepError):
+        return 500, _error(str(error), "server_error", None, "step_failed")
+    return 500, _error("internal error, see the server's log", "server_error", None, "internal")
+
+
+def error_body(error: Exception) -> bytes:
+    return msgspec.json.encode({"error": describe(error)[1]})
+
+
+def error_response(error: Exception) -> Response:
+    status, _ = describe(error)
+    headers = {}
+    if isinstance(error, QueueFull):
+        headers["retry-after"] = str(math.ceil(error.retry_after))
+    elif isinstance(error, BodyTooLarge):
+        headers["connection"] = "close"  # the rest of the body stays unread
+    return Response(error_body(error), status, headers, "application/json")
+
+
+async def on_unexpected_error(request: Request, error: Exception) -> Response:
+    return error_response(error)  # Starlette raises it again, so that it is logged with its trace
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods. OPTIONS on a known route is answered with what it allows."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+        message = f"{request.method} is not allowed on {request.url.path}"
+        body = _error(message, "invalid_request_error", None, "method_not_allowed")
+    elif error.status_code == 404:
+        message = f"no route {request.url.path}; GET /openapi.json lists the routes"
+        body = _error(message, "invalid_request_error", None, "not_found")
+    else:
+        body = _error(str(error.detail), "invalid_request_error", None, None)
+    content = msgspec.json.encode({"error": body})
+    return Response(content, error.status_code, headers, "application/json")
+
+
+def _error(message: str, kind: str, param: str | None, code: str | None) -> dict[str, str | None]:
+    printable = message.encode("utf-8", "replace").decode()
+    return {"message": printable, "type": kind, "param": param, "code": code}

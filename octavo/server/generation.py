@@ -1,0 +1,320 @@
+"""One HTTP request's generation: its prompts go in, pieces of its choices come out.
+
+Both routes, streamed or not, read the same pieces, so that they cannot differ in what they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from octavo.engine.admission import prepare
+from octavo.engine.messages import (
+    AddRequest,
+    Finished,
+    PromptLogprobRows,
+    TokenLogprobRow,
+    unpack_ids,
+)
+from octavo.engine.streams import RequestStream, StepEvents
+from octavo.server.auth import Receive
+from octavo.server.errors import ClientGone, StepError
+from octavo.server.state import ServerState
+from octavo.text.output import ChoiceText
+from octavo.types import FinishReason, InvalidRequest, RequestTimings, SamplingParams
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt, and what became known of it."""
+
+    ids: list[int]
+    text: str | None  # as the client sent it; None for ids, or when it was truncated
+    handle: int
+    num_cached: int = 0
+    logprobs: dict[int, TokenLogprobRow] = field(default_factory=dict)  # by position, not 0
+
+
+class Choice:
+    """One of the n answers to a prompt. ``index`` is its place in the response."""
+
+    __slots__ = (
+        "finish_reason", "handle", "index", "num_tokens", "prompt", "stop_reason", "text",
+        "timings", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, index: int, handle: int, prompt: Prompt, text: ChoiceText, arrival: float):
+        self.index = index
+        self.handle = handle
+        self.prompt = prompt
+        self.text = text
+        self.num_tokens = 0
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.timings = RequestTimings(arrival=arrival)
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one choice gained: text that may be sent now, tokens, and perhaps its end."""
+
+    choice: Choice
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobRow]
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a route wants generated. ``drop_output``: only the prompt's logprobs matter."""
+
+    request_id: str
+    prompts: list[list[int]]
+    texts: list[str | None]
+    params: SamplingParams
+    arrival: float
+    priority: int = 0
+    salt: bytes = b""
+    drop_output: bool = False
+
+
+class Generation:
+    """Owns the handles of one HTTP request, from ``begin`` until ``close``."""
+
+    def __init__(self, state: ServerState, ask: Ask, receive: Receive) -> None:
+        self._state = state
+        self._ask = ask
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+        self._first: StepEvents | None = None
+        self.prompts: list[Prompt] = []
+        self.choices: list[Choice] = []
+
+    async def begin(self) -> None:
+        """Submits all prompts and waits until the engine took or refused them, so that errors up
+        to here can still be plain HTTP answers."""
+        self._state.check_serving()
+        requests = self._prepared()
+        self._stream: RequestStream = self._state.client.submit(requests)
+        self._state.num_in_flight += 1
+        for request in requests:
+            self._state.metrics.on_admitted(request.params, request.max_tokens)
+        self._watcher = asyncio.get_running_loop().create_task(self._watch_client())
+        try:
+            self._first = await anext(self._stream)
+            self._refuse_rejected(self._first)
+        except BaseException:
+            self.close()
+            raise
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """Batches of pieces, in order for each choice, until all choices have ended.
+
+        Raises EngineDead, StepError, InvalidRequest (refused late) or ClientGone.
+        """
+        events, self._first = self._first, None
+        if events is not None and (batch := list(self._apply(events))):
+            yield batch
+        async for events in self._stream:
+            if batch := list(self._apply(events)):
+                yield batch
+
+    def close(self) -> None:
+        """Aborts what has not ended."""
+        if self._watcher is None:
+            return
+        self._watcher.cancel()
+        self._watcher = None
+        self._state.num_in_flight -= 1
+        self._state.client.abort(list(self._stream.open))
+
+    # ---- totals ----
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(prompt.num_cached for prompt in self.prompts)
+
+    def timings(self) -> dict[str, float | None]:
+        """Seconds of the whole request; with several choices the slowest counts."""
+        arrival = self._ask.arrival
+        times = [choice.timings for choice in self.choices]
+        last = max(t.last_token for t in times)
+        first = min((t.first_token for t in times if t.first_token >= 0), default=-1.0)
+        span = last - first
+        several = self.num_output_tokens > len(times) and span > 0
+        return {
+            "queue_seconds": _span(arrival, max(t.first_scheduled for t in times)),
+            "first_token_seconds": _span(arrival, max(t.first_token for t in times)),
+            "total_seconds": _span(arrival, last),
+            "tokens_per_second": (
+                round((self.num_output_tokens - len(times)) / span, 3) if several else None
+            ),
+        }
+
+    # ---- submitting ----
+
+    def _prepared(self) -> list[AddRequest]:
+        """All or none: the first prompt that cannot run refuses the whole request."""
+        ask, client, tokenizer = self._ask, self._state.client, self._state.tokenizer
+        n = ask.params.n
+        bad_words: list[list[int]] = []
+        if ask.params.bad_words:
+            bad_words = self._state.require_tokenizer("bad_words").bad_word_ids(
+                ask.params.bad_words
+            )
+        if ask.params.stop:
+            self._state.require_tokenizer("stop")
+        first = client.allocate(n * len(ask.prompts))
+        requests = []
+        for i, ids in enumerate(ask.prompts):
+            handle = first + i * n
+            request = prepare(
+                client.info, ask.params, ids, handle=handle,
+                request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
+                arrival=ask.arrival, max_logprobs=self._state.config.model.max_logprobs,
+                priority=ask.priority, salt=ask.salt, bad_words=bad_words,
+            )  # fmt: skip
+            requests.append(request)
+            kept = ids
+            if ask.params.truncate_prompt_tokens is not None:
+                kept = unpack_ids(request.prompt_ids).tolist()
+            whole = len(kept) == len(ids)
+            prompt = Prompt(kept, ask.texts[i] if whole else None, handle)
+            self.prompts.append(prompt)
+            for k in range(n):
+                text = ChoiceText(tokenizer, ask.params)
+                self.choices.append(Choice(i * n + k, handle + k, prompt, text, ask.arrival))
+        self._first_handle = first
+        return requests
+
+    async def _watch_client(self) -> None:
+        """Reads on: after the body only the end of the connection can come."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._stream.fail(ClientGone())
+        self._state.client.abort(list(self._stream.open))
+
+    def _refuse_rejected(self, events: StepEvents) -> None:
+        for rejected in events.rejected:
+            raise InvalidRequest(rejected.message, rejected.param)
+
+    # ---- receiving ----
+
+    def _apply(self, events: StepEvents) -> Iterator[Piece]:
+        self._refuse_rejected(events)
+        for started in events.started:
+            choice = self.choices[started.handle - self._first_handle]
+            choice.timings.first_scheduled = started.time
+            if choice.handle == choice.prompt.handle:
+                choice.prompt.num_cached = started.num_cached_tokens
+                self._state.metrics.num_prompt_tokens += len(choice.prompt.ids)
+                self._state.metrics.num_cached_tokens += started.num_cached_tokens
+        for rows in events.prompt_logprobs:
+            self._keep_prompt_logprobs(rows)
+        finished = {end.handle: end for end in events.finished}
+        tokens, logprobs = self._sorted(events)
+        for handle, ids in tokens.items():
+            choice = self.choices[handle - self._first_handle]
+            if choice.finish_reason is None:
+                rows_of = logprobs.get(handle, [])
+                end = finished.pop(handle, None)
+                yield self._extended(choice, ids, rows_of, events.time, end)
+        for handle, end in finished.items():
+            choice = self.choices[handle - self._first_handle]
+            if choice.finish_reason is None:
+                yield self._extended(choice, [], [], events.time, end)
+
+    def _sorted(
+        self, events: StepEvents
+    ) -> tuple[dict[int, list[int]], dict[int, list[TokenLogprobRow]]]:
+        """Tokens and logprob rows by handle."""
+        tokens: dict[int, list[int]] = {}
+        for handle, token in events.tokens:
+            if handle in tokens:
+                tokens[handle].append(token)
+            else:
+                tokens[handle] = [token]
+        logprobs: dict[int, list[TokenLogprobRow]] = {}
+        for row in events.logprobs:
+            logprobs.setdefault(row.handle, []).append(row)
+        return tokens, logprobs
+
+    def _extended(
+        self,
+        choice: Choice,
+        ids: list[int],
+        rows: list[TokenLogprobRow],
+        now: float,
+        end: Finished | None,
+    ) -> Piece:
+        """Adds tokens to a choice, and ends it: by the engine, or by a stop string in its text."""
+        is_first = choice.timings.first_token < 0
+        if ids:
+            self._time(choice, len(ids), now)
+        if self._ask.drop_output:
+            ids, rows, text, met = [], [], "", None
+        else:
+            text = choice.text.push(ids) if ids else ""
+            met = choice.text.stop_string
+        if met is not None:  # what came after the stop is neither returned nor counted
+            num_new = choice.text.num_tokens - choice.num_tokens
+            ids, rows = ids[:num_new], rows[:num_new]
+            self._state.client.abort([choice.handle], FinishReason.STOP)
+            self._finish(choice, FinishReason.STOP.value, met)
+        elif end is not None:
+            if end.reason == FinishReason.ERROR:
+                raise StepError(end.message or "a step of the engine failed")
+            text += choice.text.finish()
+            if end.timings.last_token >= 0:
+                choice.timings = end.timings
+            self._finish(choice, end.reason.value, end.stop_reason)
+        choice.num_tokens += len(ids)
+        choice.token_ids += ids
+        self._state.metrics.num_generated_tokens += len(ids)
+        if choice.finish_reason in ("stop", "length"):
+            self._record(choice)
+        return Piece(choice, text, ids, rows, is_first, choice.finish_reason is not None)
+
+    def _time(self, choice: Choice, num_tokens: int, now: float) -> None:
+        times, metrics = choice.timings, self._state.metrics
+        if times.first_token < 0:
+            times.first_token = now
+            metrics.first_token.observe(now - times.arrival)
+        else:
+            metrics.inter_token.observe((now - times.last_token) / num_tokens, num_tokens)
+        times.last_token = now
+
+    def _finish(self, choice: Choice, reason: str, stop_reason: int | str | None) -> None:
+        choice.finish_reason, choice.stop_reason = reason, stop_reason
+        if self._ask.drop_output:
+            choice.finish_reason, choice.stop_reason = "length", None
+
+    def _record(self, choice: Choice) -> None:
+        siblings = [c.num_tokens for c in self.choices if c.prompt is choice.prompt]
+        self._state.metrics.on_finished(
+            choice.timings, len(choice.prompt.ids), choice.num_tokens, max(siblings)
+        )
+
+    def _keep_prompt_logprobs(self, rows: PromptLogprobRows) -> None:
+        choice = self.choices[rows.handle - self._first_handle]
+        if choice.handle != choice.prompt.handle:
+            return  # each choice reports the same
+        for i, (ids, values, rank) in enumerate(zip(rows.ids, rows.values, rows.ranks)):
+            row = TokenLogprobRow(rows.handle, ids, values, rank)
+            choice.prompt.logprobs[rows.start + i] = row
+
+
+def _span(begin: float, end: float) -> float | None:
+    return round(end - begin, 6) if end >= 0 else None

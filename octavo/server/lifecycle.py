@@ -1,0 +1,273 @@
+"""A server from its bound socket to its exit code.
+
+Order of a start: bind the port (a taken one fails at once), start the engine process, load the
+tokenizer and the web framework while the model loads, answer 503 until it is ready. Order of an
+end: SIGTERM or Ctrl-C → not ready, nothing new, what runs finishes for --drain-timeout, then error
+events; a second signal ends it now. A dead engine: 503 for five seconds, then exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import uvloop
+
+from octavo.checkpoint.locate import ModelFiles
+from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.client import ProcessClient
+from octavo.engine.messages import EngineInfo, Progress
+from octavo.types import ConfigError, EngineDead
+
+logger = logging.getLogger("octavo")
+
+DEAD_SECONDS = 5.0  # of 503 before a server without an engine ends
+STATS_INTERVAL = 10.0
+
+
+class StartLog(Protocol):
+    """Who shows the start to the user (cli.startup)."""
+
+    def progress(self, phase: str, fraction: float) -> None: ...
+
+    def ready(self, info: EngineInfo, address: str) -> None: ...
+
+
+def serve(
+    config: EngineConfig,
+    server: ServerConfig,
+    files: ModelFiles,
+    log: StartLog,
+    engine_command: Sequence[str] | None = None,
+) -> int:
+    """Runs until told to stop. Returns the exit code: 0 after a drain, 1 when the engine died.
+
+    ``engine_command`` replaces the engine process (tests). Raises ConfigError for what the user
+    can mend: a taken port, a model that cannot be loaded.
+    """
+    listener, address = bind(server)
+    try:
+        running = Server(config, server, files, log, listener, address, engine_command)
+        with logging_to_stderr(server.uvicorn_log_level):
+            return uvloop.run(running.run())
+    finally:
+        listener.close()
+        if server.uds:
+            Path(server.uds).unlink(missing_ok=True)
+
+
+def bind(server: ServerConfig) -> tuple[socket.socket, str]:
+    """The listening socket and the address a client connects to."""
+    if server.uds:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        place, address = f"--uds {server.uds}", f"unix:{server.uds}"
+        target: object = server.uds
+        if Path(server.uds).is_socket() and not _answers(server.uds):
+            Path(server.uds).unlink()  # left behind by a server that was killed
+    else:
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place, target = f"port {server.port} on {server.host}", (server.host, server.port)
+        address = ""
+    try:
+        listener.bind(target)  # type: ignore[arg-type]
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        hint = "" if server.uds else "; choose another with --port (0: any free one)"
+        raise ConfigError(f"{place}: {error.strerror or error}{hint}") from None
+    if not address:
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        scheme = "https" if server.ssl_certfile else "http"
+        shown = "127.0.0.1" if host == "0.0.0.0" else host
+        address = f"{scheme}://{shown}:{listener.getsockname()[1]}"
+    return listener, address
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+class Server:
+    """One run of ``serve``."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        files: ModelFiles,
+        log: StartLog,
+        listener: socket.socket,
+        address: str,
+        engine_command: Sequence[str] | None,
+    ) -> None:
+        self._config, self._server = config, server
+        self._files, self._log = files, log
+        self._listener, self._address = listener, address
+        command = {"command": engine_command} if engine_command else {}
+        self._client = ProcessClient(config, self._show_progress, **command)
+        self._signals = 0
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        await self._client.start()
+        http: asyncio.Task[None] | None = None
+        try:
+            http = await self._start_http()
+            ended = await self._until(self._client.ready())
+            if ended:
+                return 0
+            self._announce()
+            return await self._serve()
+        except EngineDead as error:
+            logger.error("%s", error)
+            return 1
+        finally:
+            await self._client.close()
+            if http is not None:
+                self._http.should_exit = True
+                await http
+
+    # ---- start ----
+
+    async def _start_http(self) -> asyncio.Task[None]:
+        """Imports and starts the HTTP server while the engine loads."""
+        from octavo.server.app import create_app
+        from octavo.server.http import HTTPServer
+        from octavo.server.state import ServerState
+
+        self._state = ServerState(self._config, self._server, self._client)
+        self._http = HTTPServer(create_app(self._state), self._server)
+        task = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        if not self._config.model.skip_tokenizer_init:
+            await asyncio.to_thread(self._load_text)
+        return task
+
+    def _load_text(self) -> None:
+        from octavo.text.chat import load_chat_template
+        from octavo.text.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(self._files.path, self._config.model.tokenizer)
+        template = load_chat_template(
+            tokenizer, self._server.chat_template, self._server.chat_template_content_format
+        )
+        self._state.tokenizer, self._state.template = tokenizer, template
+
+    def _show_progress(self, progress: Progress) -> None:
+        self._log.progress(progress.phase, progress.fraction)
+
+    def _announce(self) -> None:
+        info = self._client.info
+        self._state.metrics.size_by_tokens(info.max_model_len)
+        self._state.loaded = True
+        self._log.ready(info, self._address)
+        if self._state.template is None and not self._config.model.skip_tokenizer_init:
+            logger.warning(
+                "%s has no chat template: /v1/chat/completions will answer 400; give one with "
+                "--chat-template FILE",
+                self._state.model_names[0],
+            )
+
+    # ---- run and end ----
+
+    async def _serve(self) -> int:
+        stats = asyncio.create_task(self._log_stats())
+        try:
+            if not await self._until(self._client.dead.wait()):
+                logger.error("%s; ending in %g s", self._client.problem(), DEAD_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), DEAD_SECONDS)
+                return 1
+            await self._drain()
+            return 0
+        finally:
+            stats.cancel()
+
+    async def _until(self, event: Awaitable[object]) -> bool:
+        """Waits for ``event`` (an awaitable); True if a signal to stop came first."""
+        waited = asyncio.ensure_future(event)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((waited, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if waited.done():
+            waited.result()
+            return False
+        waited.cancel()
+        return True
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        if self._signals > 1:
+            self._client.fail_all(EngineDead("the server was told to stop at once"))
+
+    async def _drain(self) -> None:
+        """Lets what runs finish; after the timeout, or a second signal, ends it with an error."""
+        client, timeout = self._client, self._server.drain_timeout
+        client.drain()
+        if client.num_open:
+            logger.info("draining: %d sequences, at most %g s", client.num_open, timeout)
+        deadline = time.monotonic() + timeout
+        while self._state.num_in_flight and self._signals < 2 and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        client.fail_all(EngineDead("the server is shutting down"))
+        for _ in range(50):  # the last events are being written
+            if not self._state.num_in_flight:
+                break
+            await asyncio.sleep(0.02)
+
+    async def _log_stats(self) -> None:
+        if self._server.disable_log_stats:
+            return
+        metrics, client = self._state.metrics, self._client
+        before = (0, 0)
+        while True:
+            await asyncio.sleep(STATS_INTERVAL)
+            now = (metrics.num_prompt_tokens, metrics.num_generated_tokens)
+            if now == before and not client.num_open:
+                continue
+            stats = client.stats
+            blocks = stats.blocks_used + stats.blocks_cached + stats.blocks_free
+            hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+            logger.info(
+                "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, "
+                "KV cache %.1f %%, prefix hits %.1f %%, preemptions %d",
+                (now[0] - before[0]) / STATS_INTERVAL,
+                (now[1] - before[1]) / STATS_INTERVAL,
+                client.num_running,
+                client.num_waiting,
+                100 * stats.blocks_used / blocks if blocks else 0.0,
+                100 * hits,
+                stats.num_preemptions,
+            )
+            before = now
+
+
+@contextlib.contextmanager
+def logging_to_stderr(level: str) -> Iterator[None]:
+    """octavo's log lines on stderr for a process that has not set logging up."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S"))
+    logger.addHandler(handler)
+    logger.setLevel(level.upper() if level != "trace" else "DEBUG")
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

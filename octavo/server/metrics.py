@@ -1,0 +1,314 @@
+"""/metrics: names and definitions as in vLLM, plus octavo's own (docs/server.md lists them).
+
+Gauges and most counters are read from live state when Prometheus scrapes (``Metrics.collect``);
+what must be measured in passing is kept in light histograms. Intervals are in seconds: first
+token = arrival → first token; queue = arrival → first scheduled; prefill = first scheduled → first
+token; decode = first → last token; inference = first scheduled → last token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from octavo.engine.client import REJECTED, ProcessClient
+from octavo.engine.messages import EngineStats
+from octavo.types import FinishReason, RequestTimings, SamplingParams
+
+FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)  # fmt: skip
+PER_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
+    7.5, 10, 20, 40, 80,
+)  # fmt: skip
+REQUEST_BUCKETS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+STEP_BUCKETS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
+STEP_TOKEN_BUCKETS = (1, 8, *(2**k for k in range(4, 15)))
+N_BUCKETS = (1, 2, 5, 10, 20)
+
+
+def token_buckets(limit: int) -> tuple[int, ...]:
+    """1-2-5 up to ``limit``, e.g. 1, 2, 5, 10, 20, 50, 100 for 100."""
+    powers = range(len(str(limit)))
+    return tuple(v for p in powers for m in (1, 2, 5) if (v := m * 10**p) <= limit)
+
+
+class Histogram:
+    """Counts per bucket (upper bounds, inclusive) and the sum."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        names = [str(float(bound)) for bound in self.bounds] + ["+Inf"]
+        running, result = 0, []
+        for name, count in zip(names, self.counts):
+            running += count
+            result.append((name, float(running)))
+        return result
+
+
+class Metrics(Collector):
+    """What the server measured, and the view of its client's live state."""
+
+    def __init__(self, client: ProcessClient, model_name: str, max_model_len: int = 131072) -> None:
+        self._client = client
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
+        self.inter_token = Histogram(PER_TOKEN_BUCKETS)
+        self.per_output_token = Histogram(PER_TOKEN_BUCKETS)
+        self.request = Histogram(REQUEST_BUCKETS)
+        self.queue = Histogram(REQUEST_BUCKETS)
+        self.inference = Histogram(REQUEST_BUCKETS)
+        self.prefill = Histogram(REQUEST_BUCKETS)
+        self.decode = Histogram(REQUEST_BUCKETS)
+        self.step_tokens = Histogram(STEP_TOKEN_BUCKETS)
+        self.step_seconds = {"schedule": Histogram(STEP_BUCKETS), "total": Histogram(STEP_BUCKETS)}
+        self.params_n = Histogram(N_BUCKETS)
+        self.refused: dict[int, int] = {400: 0, 404: 0, 429: 0, 503: 0}  # by HTTP status
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+        self._last_step = 0
+        self.size_by_tokens(max_model_len)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def size_by_tokens(self, max_model_len: int) -> None:
+        """Histograms of token counts get their bounds once the model's length is known."""
+        bounds = token_buckets(max_model_len)
+        self.prompt_tokens = Histogram(bounds)
+        self.generation_tokens = Histogram(bounds)
+        self.max_generation_tokens = Histogram(bounds)
+        self.params_max_tokens = Histogram(bounds)
+
+    # ---- measured in passing ----
+
+    def on_step(self, stats: EngineStats) -> None:
+        if stats.num_steps == self._last_step:
+            return  # news without a step
+        self._last_step = stats.num_steps
+        self.step_tokens.observe(stats.step_tokens)
+        self.step_seconds["total"].observe(stats.step_seconds)
+        self.step_seconds["schedule"].observe(stats.schedule_seconds)
+
+    def on_admitted(self, params: SamplingParams, max_tokens: int) -> None:
+        self.params_n.observe(params.n)
+        self.params_max_tokens.observe(max_tokens)
+
+    def on_finished(
+        self, timings: RequestTimings, num_prompt: int, num_output: int, most_output: int
+    ) -> None:
+        """A sequence ended by itself: stop or length. ``most_output``: of its request's choices."""
+        self.prompt_tokens.observe(num_prompt)
+        self.generation_tokens.observe(num_output)
+        self.max_generation_tokens.observe(most_output)
+        t = timings
+        if t.first_token < 0:
+            return
+        self.request.observe(t.last_token - t.arrival)
+        self.queue.observe(t.first_scheduled - t.arrival)
+        self.inference.observe(t.last_token - t.first_scheduled)
+        self.prefill.observe(t.first_token - t.first_scheduled)
+        self.decode.observe(t.last_token - t.first_token)
+        if num_output > 1:
+            self.per_output_token.observe((t.last_token - t.first_token) / (num_output - 1))
+
+    # ---- the page ----
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """The exposition in the format the scraper accepts, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._histograms()
+
+    def _family(
+        self,
+        kind: Callable[..., Metric],
+        name: str,
+        help: str,
+        values: Iterable[tuple[dict[str, str], float]],
+    ) -> Metric:
+        values = list(values)
+        extra = list(values[0][0]) if values else []
+        family = kind(name, help, labels=[*self._labels, *extra])
+        for labels, value in values:
+            family.add_metric([*self._labels.values(), *labels.values()], value)  # type: ignore[attr-defined]
+        return family
+
+    def _gauges(self) -> Iterator[Metric]:
+        client, stats = self._client, self._client.stats
+        num_blocks = stats.blocks_used + stats.blocks_cached + stats.blocks_free
+        usage = stats.blocks_used / num_blocks if num_blocks else 0.0
+
+        def gauge(name: str, help: str, value: float) -> Metric:
+            return self._family(GaugeMetricFamily, name, help, [({}, value)])
+
+        yield gauge("vllm:num_requests_running", "Sequences being generated", client.num_running)
+        yield gauge("vllm:num_requests_waiting", "Sequences in the queue", client.num_waiting)
+        yield self._family(
+            GaugeMetricFamily,
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences in the queue; capacity: for a free place or KV blocks",
+            [({"reason": "capacity"}, client.num_waiting), ({"reason": "deferred"}, 0)],
+        )
+        for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
+            yield gauge(name, "Share of KV blocks held by sequences, 0 to 1", usage)
+        yield self._family(
+            GaugeMetricFamily,
+            "octavo_kv_blocks",
+            "KV blocks by state",
+            [
+                ({"state": "used"}, stats.blocks_used),
+                ({"state": "cached"}, stats.blocks_cached),
+                ({"state": "free"}, stats.blocks_free),
+            ],
+        )
+        yield gauge(
+            "octavo_kv_internal_fragmentation_ratio",
+            "Share of the used blocks' token places that hold no token",
+            stats.fragmentation,
+        )
+        yield gauge(
+            "octavo_waiting_prompt_tokens", "Prompt tokens in the queue", client.num_waiting_tokens
+        )
+        if client.problem() is None:
+            yield from self._facts()
+
+    def _facts(self) -> Iterator[Metric]:
+        info, cache = self._client.info, self._client.config.cache
+        facts = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "kv_cache_memory_bytes": str(info.kv_cache_bytes),
+        }
+        family = InfoMetricFamily(
+            "vllm:cache_config", "Facts of the KV cache", labels=list(self._labels)
+        )
+        family.add_metric(list(self._labels.values()), facts)
+        yield family
+        yield self._family(
+            GaugeMetricFamily,
+            "octavo_startup_seconds",
+            "Seconds each phase of the start took",
+            [({"phase": phase}, value) for phase, value in info.startup_seconds.items()],
+        )
+
+    def _counters(self) -> Iterator[Metric]:
+        client, stats = self._client, self._client.stats
+
+        def counter(name: str, help: str, value: float) -> Metric:
+            return self._family(CounterMetricFamily, name, help, [({}, value)])
+
+        yield counter("vllm:prefix_cache_queries", "Tokens looked up", stats.prefix_queries)
+        yield counter("vllm:prefix_cache_hits", "Tokens found", stats.prefix_hits)
+        yield counter("vllm:num_preemptions", "Preemptions", stats.num_preemptions)
+        yield counter("octavo_cow_copies", "Blocks copied on write", stats.num_copies)
+        yield counter(
+            "vllm:prompt_tokens", "Prompt tokens of started requests", self.num_prompt_tokens
+        )
+        yield counter(
+            "vllm:prompt_tokens_cached", "Of those, found in the cache", self.num_cached_tokens
+        )
+        yield counter(
+            "vllm:generation_tokens", "Tokens returned to clients", self.num_generated_tokens
+        )
+        ended = client.ended
+        yield self._family(
+            CounterMetricFamily,
+            "vllm:request_success",
+            "Sequences that ended, by reason",
+            [({"finished_reason": r.value}, ended[r.value]) for r in FinishReason],
+        )
+        yield counter("octavo_requests_admitted", "Sequences queued", client.num_admitted)
+        yield counter(
+            "octavo_requests_rejected", "Queued sequences the engine refused", ended[REJECTED]
+        )
+        yield self._family(
+            CounterMetricFamily,
+            "octavo_requests_refused",
+            "HTTP requests refused before they were queued, by status",
+            [({"status": str(status)}, count) for status, count in self.refused.items()],
+        )
+        for name, what in (
+            ("num_drafts", "Drafts"),
+            ("num_draft_tokens", "Draft tokens"),
+            ("num_accepted_tokens", "Accepted draft tokens"),
+        ):
+            yield counter(f"vllm:spec_decode_{name}", f"{what} (no speculation: 0)", 0)
+
+    def _histograms(self) -> Iterator[Metric]:
+        for name, help, histogram in (
+            ("vllm:time_to_first_token_seconds", "Arrival to first token", self.first_token),
+            ("vllm:inter_token_latency_seconds", "Between a sequence's tokens", self.inter_token),
+            (
+                "vllm:time_per_output_token_seconds",
+                "The same as inter_token_latency_seconds, under its older name",
+                self.inter_token,
+            ),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "Mean of a sequence: decode time / (tokens - 1)",
+                self.per_output_token,
+            ),
+            ("vllm:e2e_request_latency_seconds", "Arrival to last token", self.request),
+            ("vllm:request_queue_time_seconds", "Arrival to first scheduled", self.queue),
+            ("vllm:request_inference_time_seconds", "Scheduled to last token", self.inference),
+            ("vllm:request_prefill_time_seconds", "Scheduled to first token", self.prefill),
+            ("vllm:request_decode_time_seconds", "First to last token", self.decode),
+            ("vllm:request_prompt_tokens", "Prompt tokens", self.prompt_tokens),
+            ("vllm:request_generation_tokens", "Output tokens", self.generation_tokens),
+            (
+                "vllm:request_max_num_generation_tokens",
+                "Output tokens of a request's longest choice",
+                self.max_generation_tokens,
+            ),
+            ("vllm:request_params_n", "Choices asked for", self.params_n),
+            ("vllm:request_params_max_tokens", "max_tokens asked for", self.params_max_tokens),
+            ("vllm:iteration_tokens_total", "Tokens computed by a step", self.step_tokens),
+        ):
+            yield self._histogram(name, help, [({}, histogram)])
+        yield self._histogram(
+            "octavo_step_seconds",
+            "Seconds of a step, and of scheduling in it",
+            [({"part": part}, histogram) for part, histogram in self.step_seconds.items()],
+        )
+
+    def _histogram(
+        self, name: str, help: str, parts: list[tuple[dict[str, str], Histogram]]
+    ) -> Metric:
+        family = HistogramMetricFamily(name, help, labels=[*self._labels, *parts[0][0]])
+        for labels, histogram in parts:
+            values = [*self._labels.values(), *labels.values()]
+            family.add_metric(values, histogram.buckets(), histogram.total)
+        return family

@@ -1,0 +1,215 @@
+"""The JSON that clients may send: one schema per route, unknown fields refused.
+
+None means "not sent" everywhere: OpenAI's clients send explicit nulls. Ranges are checked where
+they belong (``SamplingParams.validate``, ``engine.admission``); here only types are. Fields that a
+later version brings are listed in ``LATER_FIELDS`` and refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _integer(value: Any) -> Any:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise ValueError("must be an integer")
+
+
+def _number(value: Any) -> Any:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise ValueError("must be a number")
+
+
+Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Bool = Annotated[bool, Field(strict=True)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: Bool | None = None
+    continuous_usage_stats: Bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class GenerationRequest(Body):
+    """Fields shared by both generating routes."""
+
+    model: str | None = None
+    stream: Bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    top_k: Int | None = None
+    min_p: Float | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    repetition_penalty: Float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: Bool | None = None
+    ignore_eos: Bool | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    prompt_logprobs: Int | None = None
+    skip_special_tokens: Bool | None = None
+    spaces_between_special_tokens: Bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    logit_bias: dict[str, Float] | None = None
+    allowed_token_ids: list[Int] | None = None
+    add_special_tokens: Bool | None = None
+    echo: Bool | None = None
+    priority: Int | None = None
+    request_id: str | None = Field(None, max_length=256)
+    return_token_ids: Bool | None = None
+    return_tokens_as_token_ids: Bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    # Accepted because they ask for nothing that could be missed.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    parallel_tool_calls: Bool | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(
+        description="text, a list of texts, token ids, or a list of token id lists"
+    )
+    logprobs: Int | None = None
+    best_of: Int | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Int | None = None
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    # Parts of OpenAI's own answers that clients send back; they carry nothing here.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+
+
+class ChatFields(Body):
+    """How messages become a prompt; shared with /tokenize."""
+
+    add_generation_prompt: Bool | None = None
+    continue_final_message: Bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class ChatRequest(GenerationRequest, ChatFields):
+    messages: list[Message] = Field(min_length=1)
+    logprobs: Bool | None = None
+    top_logprobs: Int | None = None
+    max_completion_tokens: Int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class TokenizeRequest(ChatFields):
+    """Exactly one of ``prompt`` and ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: Bool | None = None
+    return_token_strs: Bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[Int]
+    skip_special_tokens: Bool | None = None
+
+
+class NoFields(Body):
+    """A POST route whose body may be empty or {}."""
+
+
+# Known fields of OpenAI's and vLLM's APIs that this version refuses by name: field -> why.
+_STRUCTURED = "structured output is not in this version"
+_BEAMS = "beam search is not in this version"
+_MEDIA = "only text is served in this version"
+LATER_FIELDS: dict[str, str] = {
+    "structured_outputs": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "guided_decoding_backend": _STRUCTURED,
+    "guided_whitespace_pattern": _STRUCTURED,
+    "use_beam_search": _BEAMS,
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "suffix": "fill-in-the-middle is not in this version",
+    "prompt_embeds": "prompts as embeddings are not in this version",
+    "functions": "functions are not in this version (nor in OpenAI's: use tools)",
+    "function_call": "functions are not in this version (nor in OpenAI's: use tools)",
+    "modalities": _MEDIA,
+    "audio": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
+    "prediction": "predicted outputs are not in this version",
+    "web_search_options": "web search is not in this version",
+    "verbosity": "verbosity is not in this version",
+    "include_reasoning": "reasoning parsers are not in this version",
+    "thinking_token_budget": "reasoning budgets are not in this version",
+    "logits_processors": "logits processors are not in this version",
+    "repetition_detection": "repetition detection is not in this version",
+    "kv_transfer_params": "KV transfer is not in this version",
+    "vllm_xargs": "extra arguments of vLLM plug-ins are not in this version",
+    "chat_template": "a template in a request is not allowed here; the operator sets one with "
+    "--chat-template",
+}
+# Values that ask for nothing, so that a client's spelled-out default is no error.
+HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "include_reasoning": (True,),
+}

@@ -1,0 +1,100 @@
+"""What the routes share: the engine's client, the model's text side, the server's settings."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from octavo import __version__
+from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.client import ProcessClient
+from octavo.server.errors import NotFound
+from octavo.server.metrics import Metrics
+from octavo.text.chat import ChatTemplate
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import EngineDead, InvalidRequest
+
+LONG_TEXT = 64 << 10  # characters; longer prompts are tokenized in a thread
+
+T = TypeVar("T")
+
+
+class ServerState:
+    """One per server. ``tokenizer`` and ``template`` are set before the engine is ready; both
+    may stay None (--skip-tokenizer-init; a model without a chat template)."""
+
+    def __init__(self, config: EngineConfig, server: ServerConfig, client: ProcessClient) -> None:
+        self.config = config
+        self.server = server
+        self.client = client
+        self.model_names = config.model.served_model_name or [config.model.model]
+        self.metrics = Metrics(client, self.model_names[0])
+        client.on_step = self.metrics.on_step
+        self.tokenizer: Tokenizer | None = None
+        self.template: ChatTemplate | None = None
+        self.loaded = False  # engine and text side are both there
+        self.created = int(time.time())
+        self.num_in_flight = 0  # HTTP requests being generated for
+        facts = msgspec.json.encode([config.model, config.enforce_eager])
+        digest = hashlib.blake2b(facts, digest_size=6).hexdigest()
+        self.fingerprint = f"fp_octavo_{__version__}_{digest}"
+        self._salted = self._salts_by_key()
+
+    def _salts_by_key(self) -> bool:
+        scope = self.config.cache.prefix_cache_scope
+        return scope == "key" or (scope == "auto" and len(set(self.server.api_key)) > 1)
+
+    def salt(self, key_name: bytes, client_salt: str | None) -> bytes:
+        """Who shares cached blocks: blake2b(key's name, the client's own salt); empty = all."""
+        name = key_name if self._salted else b""
+        if not name and client_salt is None:
+            return b""
+        own = b"" if client_salt is None else b"\x01" + client_salt.encode()
+        return hashlib.blake2b(own, key=name, digest_size=16).digest()
+
+    def check_serving(self) -> None:
+        """Raises EngineDead while loading, draining, stalled or dead."""
+        if self.client.draining:
+            raise EngineDead("the server is shutting down")
+        problem = self.client.problem()
+        if problem or not self.loaded:
+            raise EngineDead(problem or "the model is still loading")
+
+    def check_model(self, name: str | None) -> str:
+        """The name to report. None means the served model; raises NotFound for another."""
+        if name is None or name in self.model_names:
+            return name or self.model_names[0]
+        raise NotFound(
+            f"model {name!r} does not exist here; this server serves "
+            f"{', '.join(map(repr, self.model_names))}",
+            "model",
+            "model_not_found",
+        )
+
+    def require_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                f"{param} needs a tokenizer and this server runs with --skip-tokenizer-init: send "
+                "token ids to /v1/completions",
+                param,
+            )
+        return self.tokenizer
+
+    def require_template(self) -> ChatTemplate:
+        self.require_tokenizer("messages")
+        if self.template is None:
+            raise InvalidRequest(
+                "this model has no chat template: start the server with --chat-template FILE, or "
+                "send text to /v1/completions",
+                "messages",
+            )
+        return self.template
+
+    async def encode(self, work: Callable[[], T], num_chars: int) -> T:
+        """Runs a tokenization; a long one in a thread, so that streams go on meanwhile."""
+        return await asyncio.to_thread(work) if num_chars > LONG_TEXT else work()

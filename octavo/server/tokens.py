@@ -1,0 +1,59 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.server.chat import chat_ids
+from octavo.server.protocol import DetokenizeRequest, TokenizeRequest
+from octavo.server.state import ServerState
+from octavo.types import InvalidRequest
+
+
+async def tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("send exactly one of prompt and messages", "prompt")
+    if body.messages is not None:
+        ids = await chat_ids(state, body, body.messages, body.add_special_tokens)
+    else:
+        text = body.prompt or ""
+        tokenizer = state.require_tokenizer("prompt")
+        special = body.add_special_tokens is not False
+        ids = await state.encode(
+            lambda: tokenizer.encode(text, add_special_tokens=special), len(text)
+        )
+    result: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": state.client.info.max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        result["token_strs"] = [state.require_tokenizer("prompt").token_text(i) for i in ids]
+    return result
+
+
+def detokenize(state: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
+    """Special tokens are shown unless ``skip_special_tokens``: what was sent comes back."""
+    tokenizer = state.require_tokenizer("tokens")
+    limit = state.client.info.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < limit:
+            raise InvalidRequest(
+                f"token id {token} is outside the vocabulary (ids 0 to {limit - 1})", "tokens"
+            )
+    return {"prompt": tokenizer.decode(body.tokens, bool(body.skip_special_tokens))}
+
+
+def tokenizer_info(state: ServerState) -> dict[str, Any]:
+    tokenizer = state.require_tokenizer("tokenizer_info")
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_ids": tokenizer.eos_ids,
+        "special_token_ids": sorted(tokenizer.special_ids),
+        "adds_bos": tokenizer.adds_bos,
+        "has_chat_template": state.template is not None,
+        "max_model_len": state.client.info.max_model_len,
+    }

@@ -1,0 +1,301 @@
+"""Health, disconnects, queue bounds, drain, and the death of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.server import mock_server
+
+ENDLESS = {"prompt": "endless", "max_tokens": 500}
+SLOW = {"step_seconds": 0.02}
+
+
+def health(server, path="/health"):
+    return server.client.get(path).status_code
+
+
+class Stream:
+    """A streamed completion, read in a thread."""
+
+    def __init__(self, server, **body):
+        self.lines = []
+        self.first = threading.Event()
+        self.ended_at = 0.0
+        self._thread = threading.Thread(target=self._read, args=(server.url, {**ENDLESS, **body}))
+        self._thread.start()
+        assert self.first.wait(5)
+
+    def _read(self, url, body):
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as answer,
+        ):
+            for line in answer.iter_lines():
+                if line:
+                    self.lines.append(line)
+                    self.first.set()
+        self.ended_at = time.monotonic()
+        self.first.set()
+
+    def join(self, seconds):
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "the stream is still open"
+        return self.lines[-1] if self.lines else ""
+
+
+def wait_for(status, server, path="/health", seconds=4.0):
+    begin = time.monotonic()
+    while health(server, path) != status:
+        assert time.monotonic() - begin < seconds, f"{path} is not {status}"
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+def test_loading_server_answers_503_and_is_live():
+    with mock_server.start(engine={"load_seconds": 1.5}, ready=False) as server:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                assert health(server) == 503
+                break
+        assert health(server, "/health/live") == 200
+        assert health(server, "/health/ready") == 503
+        answer = server.post("/v1/completions", prompt="x")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert "loading" in answer.json()["error"]["message"]
+        assert health(server, "/v1/models") == 503
+        assert health(server, "/metrics") == 200
+        server.wait_ready()
+        assert server.complete("say:x")["choices"][0]["text"] == "x"
+
+
+def test_taken_port_fails_at_once_before_the_engine_starts():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with mock_server.start(server={"port": port}, ready=False) as server:
+            assert server.process.wait(10) == 2
+            assert f"port {port} on 127.0.0.1: Address already in use" in server.log
+            assert "--port" in server.log
+
+
+def test_model_that_cannot_load_ends_with_its_own_line():
+    with mock_server.start(engine={"fail": "weights are missing"}, ready=False) as server:
+        assert server.process.wait(10) == 2
+        assert "weights are missing" in server.log
+        assert "Traceback" not in server.log
+
+
+def test_client_that_leaves_is_aborted_streamed_or_not():
+    with mock_server.start(engine=SLOW) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for stream in (True, False):
+            body = json.dumps({**ENDLESS, "stream": stream}).encode()
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+                    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+                    % (len(body), body)
+                )
+                deadline = time.monotonic() + 3
+                while server.metric("vllm:num_requests_running") != 1:
+                    assert time.monotonic() < deadline
+            server.wait_idle(0.5)
+        assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
+        assert "Traceback" not in server.log
+
+
+def test_many_leaving_clients_cost_nothing():
+    """T38, on the mock: 100 dropped while queued or running, then one is served at once."""
+    with mock_server.start(engine=SLOW, scheduler={"max_num_queued_reqs": 200}) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps(ENDLESS).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        open_connections = []
+        for _ in range(100):
+            connection = socket.create_connection((host, int(port)))
+            connection.sendall(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+            open_connections.append(connection)
+        time.sleep(0.3)
+        for connection in open_connections:
+            connection.close()
+        server.wait_idle(1.0)
+        begin = time.monotonic()
+        server.complete("say:x")
+        assert time.monotonic() - begin < 0.5
+        assert server.metric("octavo_requests_admitted_total") == 101
+
+
+def test_full_queue_is_429_with_retry_after():
+    scheduler = {"max_num_queued_reqs": 1}
+    with mock_server.start(engine={"max_num_seqs": 1, **SLOW}, scheduler=scheduler) as server:
+        running = Stream(server)
+        waiting = threading.Thread(target=Stream, args=(server,), daemon=True)
+        waiting.start()
+        while server.metric("vllm:num_requests_waiting") != 1:
+            time.sleep(0.01)
+        for stream in (False, True):
+            answer = httpx.post(f"{server.url}/v1/completions", json={**ENDLESS, "stream": stream})
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "queue_full"
+        assert server.metric("octavo_requests_refused_total", status="429") == 2
+        many = httpx.post(f"{server.url}/v1/completions", json={"prompt": ["x"] * 50})
+        assert many.status_code == 400
+        assert health(server) == 200
+        server.process.kill()
+        running.join(3)
+        waiting.join(6)
+
+
+def test_conservation_of_requests_and_metrics_of_a_busy_server():
+    with mock_server.start(engine=SLOW) as server:
+        streams = [Stream(server) for _ in range(3)]
+        server.complete(["say:abc", "say:de"], n=2)
+        page = server.client.get("/metrics").text
+        samples = {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in page.splitlines()
+            if not line.startswith("#")
+        }
+
+        def total(name):
+            return sum(value for key, value in samples.items() if key.partition("{")[0] == name)
+
+        assert total("octavo_requests_admitted_total") == 7
+        assert total("vllm:num_requests_running") == 3
+        assert total("octavo_requests_admitted_total") == (
+            total("vllm:request_success_total")
+            + total("octavo_requests_rejected_total")
+            + total("vllm:num_requests_running")
+            + total("vllm:num_requests_waiting")
+        )
+        assert total("vllm:time_to_first_token_seconds_count") == 7
+        assert total("vllm:request_generation_tokens_sum") == 4 + 4 + 3 + 3
+        assert 0 < total("vllm:gpu_cache_usage_perc") == total("vllm:kv_cache_usage_perc") <= 1
+        assert total("vllm:e2e_request_latency_seconds_count") == 4
+        inter_token = total("vllm:inter_token_latency_seconds_count")
+        assert inter_token == total("vllm:generation_tokens_total") - 7
+        assert inter_token == total("vllm:time_per_output_token_seconds_count")
+        reasons = {"stop", "length", "abort", "error"}
+        assert all(f'finished_reason="{reason}"' in page for reason in reasons)
+        server.process.kill()
+        for stream in streams:
+            stream.join(3)
+
+
+def test_killed_engine_ends_streams_and_the_server():
+    """T42, first half."""
+    with mock_server.start(engine=SLOW) as server:
+        stream = Stream(server)
+        answers = []
+        whole = threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(f"{server.url}/v1/completions", json=ENDLESS, timeout=10)
+            )
+        )
+        whole.start()
+        while server.metric("vllm:num_requests_running") != 2:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        os.kill(server.engine_pid, signal.SIGKILL)
+        last = stream.join(2)
+        assert stream.ended_at - begin < 2
+        assert "engine_unavailable" in last
+        whole.join(2)
+        assert answers[0].status_code == 503
+        assert health(server) == health(server, "/health/live") == health(server, "/ping") == 503
+        assert server.post("/v1/completions", prompt="x").status_code == 503
+        assert server.process.wait(10) == 1
+        assert 4 < time.monotonic() - begin < 8
+        assert "signal 9" in server.log
+
+
+def test_stopped_engine_is_unhealthy_and_recovers():
+    """T42, second half."""
+    with mock_server.start(engine=SLOW) as server:
+        stream = Stream(server)
+        begin = time.monotonic()
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        assert wait_for(503, server) < 2.5
+        assert "engine_unavailable" in stream.join(1)
+        assert stream.ended_at - begin < 2.5
+        answer = server.post("/v1/completions", prompt="x")
+        assert answer.status_code == 503
+        assert health(server, "/health/live") == 200
+        os.kill(server.engine_pid, signal.SIGCONT)
+        wait_for(200, server, seconds=2)
+        assert server.complete("say:back")["choices"][0]["text"] == "back"
+        server.wait_idle()
+
+
+def test_sigterm_drains():
+    with mock_server.start(engine=SLOW) as server:
+        stream = Stream(server, prompt="say:" + "a" * 100, max_tokens=200)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(503, server, "/health/ready", seconds=0.5)
+        assert health(server, "/health/live") == 200
+        answer = server.post("/v1/completions", prompt="x")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert stream.join(10) == "data: [DONE]"
+        assert server.process.wait(5) == 0
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("second_signal", [False, True])
+def test_drain_that_does_not_end_is_ended_with_an_error_event(second_signal):
+    timeout = 30.0 if second_signal else 0.5
+    with mock_server.start(engine=SLOW, server={"drain_timeout": timeout}) as server:
+        stream = Stream(server)
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        if second_signal:
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGINT)
+        assert "engine_unavailable" in stream.join(3)
+        assert server.process.wait(5) == 0
+        assert time.monotonic() - begin < 3
+
+
+def test_engine_dies_with_a_killed_server_and_a_socket_file_is_reusable(tmp_path):
+    path = str(tmp_path / "s.sock")
+    with mock_server.start(server={"uds": path}, ready=False) as server:
+        transport = httpx.HTTPTransport(uds=path)
+        server.client = httpx.Client(base_url="http://x", transport=transport)
+        server.wait_ready()
+    with mock_server.start(server={"uds": path}, ready=False) as server:
+        server.client = httpx.Client(base_url="http://x", transport=httpx.HTTPTransport(uds=path))
+        server.wait_ready()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+        assert not os.path.exists(path)
+
+
+def test_facts(server):
+    assert server.client.get("/version").json()["version"]
+    card = server.client.get("/v1/models").json()["data"]
+    assert [c["id"] for c in card] == ["mock", "alias"]
+    assert card[0]["max_model_len"] == 512
+    assert server.client.get("/v1/models/alias").json()["id"] == "alias"
+    assert server.client.get("/v1/models/none").status_code == 404
+    info = server.client.get("/server_info").json()
+    assert info["engine"]["reasons"] == {"dtype": "mock"}
+    assert info["engine_config"]["scheduler"]["step_deadline"] == 30.0
+    assert server.client.post("/reset_prefix_cache").json() == {"success": True}
+    assert server.client.post("/ping").status_code == 200
+    assert server.client.get("/docs").status_code == 200
+    document = server.client.get("/openapi.json").json()
+    assert "CompletionRequest" in document["components"]["schemas"]
+    text = json.dumps(document)
+    references = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert references <= set(document["components"]["schemas"])
