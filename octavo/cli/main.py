@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed while running, 2 the command line, a file or the mo
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from importlib import import_module
 
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\noctavo: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output is gone (`octavo models | head`)
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 1
 
 

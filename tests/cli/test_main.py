@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -62,13 +62,14 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_help_answers_at_once() -> None:
-    best = 10.0
-    for _ in range(5):
-        begin = time.monotonic()
+    """Processor time, so that a busy machine does not matter."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for _ in range(3):
         done = octavo("--help")
-        best = min(best, time.monotonic() - begin)
-    assert done.returncode == 0 and "octavo serve" in done.stdout
-    assert best < 0.3
+        assert done.returncode == 0 and "octavo serve" in done.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    assert used / 3 < 0.3
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:
@@ -79,4 +80,4 @@ def test_a_closed_pipe_is_no_traceback() -> None:
         text=True,
         timeout=60,
     )
-    assert "Traceback" not in done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,115 @@
+"""The commands' client: streams, and one line for each way in which a server can fail."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.connection import Connection
+from octavo.cli.main import main
+from octavo.types import ConfigError, OctavoError
+
+EVENT = b'data: {"choices": [{"delta": {"content": "Hi"}, "text": "Hi"}]}\n\n'
+ANSWERS = {
+    "whole": EVENT + EVENT + b"data: [DONE]\n\n",
+    "cut": EVENT,
+    "error": EVENT + b'data: {"error": {"message": "engine died"}}\n\n',
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    answer = "whole"
+
+    def do_GET(self) -> None:
+        self._send(200, b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.answer == "refuse":
+            self._send(400, b'{"error": {"message": "temperature is 9"}}')
+        else:
+            self._send(200, ANSWERS[self.answer])
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def address_string(self) -> str:
+        return "test"
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    server: socketserver.BaseServer
+    if request.param == "tcp":
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+    else:
+        server = socketserver.ThreadingUnixStreamServer(str(tmp_path / "s"), Handler)
+        address = f"unix:{tmp_path / 's'}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield address
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_stream_yields_its_events(url: str) -> None:
+    connection = Connection(f"{url}/v1" if url.startswith("http") else url)
+    assert connection.served_model() == "m"
+    assert connection.status("/health") == 200
+    assert len(list(connection.stream("/v1/completions", {}))) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "part"),
+    [("cut", "broke off"), ("error", "engine died"), ("refuse", "400 temperature is 9")],
+)
+def test_a_failure_is_one_line(
+    url: str, monkeypatch: pytest.MonkeyPatch, answer: str, part: str
+) -> None:
+    monkeypatch.setattr(Handler, "answer", answer)
+    with pytest.raises(OctavoError, match=part):
+        list(Connection(url).stream("/v1/completions", {}))
+
+
+def test_nobody_there_is_the_users_to_mend() -> None:
+    for url in ("http://127.0.0.1:9", "unix:/no/socket"):
+        with pytest.raises(ConfigError, match="octavo serve"):
+            Connection(url).served_model()
+    with pytest.raises(ConfigError, match="must begin with"):
+        Connection("ftp://x")
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_one_question_prints_the_answer(
+    url: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--url", url, "-q", "hello", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out == "HiHi\n"
+
+
+def test_lines_of_a_pipe_are_a_conversation(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["one", "", "/new", "two"])
+
+    def typed(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    assert main(["chat", "--url", url]) == 0
+    assert capsys.readouterr().out == "HiHi\nHiHi\n"
