@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.model.linear import Linear
-from octavo.model.spec import DynamicScaling, GQASpec
+from octavo.model.spec import GQASpec
 from octavo.ops.attention import AttentionGeometry, PagedAttention
 
 
@@ -20,7 +20,6 @@ def geometry_of(spec: GQASpec) -> AttentionGeometry:
         spec.head_dim,
         window=spec.window,
         qk_norm_eps=spec.qk_norm.eps if spec.qk_norm else None,
-        raw_keys=isinstance(spec.rope.scaling, DynamicScaling),
     )
 
 

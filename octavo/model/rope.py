@@ -20,6 +20,9 @@ from octavo.model.spec import (
 class Rope:
     """cos and sin of any positions; ``octavo.ops.attention.Rope`` as a callable.
 
+    With ``DynamicScaling`` the frequencies follow the context length of the step that computes a
+    token, and its key keeps them: as transformers' ``generate`` does with a cache.
+
     ``factors``: FP32 [head_dim / 2], the checkpoint's divisors for ``TensorScaling``.
     """
 

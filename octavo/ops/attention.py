@@ -25,15 +25,13 @@ Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 @dataclass(frozen=True)
 class AttentionGeometry:
     """``window``: keys a token sees, itself included. ``qk_norm_eps``: q and k heads are RMS-normed
-    before RoPE. ``raw_keys``: the rope's frequencies depend on the context length, so keys are
-    stored as they are and rotated when read."""
+    before RoPE."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None = None
     qk_norm_eps: float | None = None
-    raw_keys: bool = False
 
     @property
     def scale(self) -> float:
@@ -112,8 +110,7 @@ class TorchPagedAttention:
             qk = rms_norm(qk, qk_weight, geometry.qk_norm_eps or 0.0)
         cos, sin = (t.to(wide.dtype) for t in rope(batch.positions, token_lengths(batch)))
         query, key = qk.split((heads, kv_heads), dim=1)
-        query = rotate(query, cos, sin)
-        key = key if geometry.raw_keys else rotate(key, cos, sin)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         slots = cache.flatten(0, 1)  # [slots, k|v, head, d]
         slots[batch.slot_mapping] = torch.stack((key, value), dim=1).to(cache.dtype)
 
@@ -124,9 +121,6 @@ class TorchPagedAttention:
             blocks = batch.block_tables[row].long()[past // batch.block_size]
             stored = slots[blocks * batch.block_size + past % batch.block_size].to(wide.dtype)
             keys, values = stored.unbind(1)  # [length, kv_heads, d]
-            if geometry.raw_keys:
-                tables = rope(past, torch.full_like(past, length))
-                keys = rotate(keys, *(t.to(wide.dtype) for t in tables))
             group = heads // kv_heads
             keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", query[start:end], keys) * geometry.scale

@@ -24,8 +24,8 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
     """y = x @ cat(weights).T + bias, then the epilogue.
 
     weights: each [out_i, in]; x: [T, in]; bias: [sum out_i].
-    ``none``: y. ``add``: y + other, other [T, out], which only this one takes. ``silu_mul``: the weights are the gate's and
-    the up projection's, of equal size; silu(y_gate) * y_up, [T, out / 2].
+    ``none``: y. ``add``: y + other, other [T, out]; the others take none. ``silu_mul``: the weights
+    are the gate's and the up projection's, of equal size; silu(y_gate) * y_up, [T, out / 2].
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
 

@@ -26,11 +26,10 @@ GROUP_WASTE = 1024  # padded cache places that cost about as much as one more gr
 @dataclass(slots=True)
 class _Keys:
     """Where m rows' keys and values are: pieces [2 * m * kv_heads * blocks] of the cache seen as
-    [pieces, block_size * d]; with raw keys the tables to rotate them, else None."""
+    [pieces, block_size * d]."""
 
     pieces: Tensor
     rows: int
-    tables: tuple[Tensor, Tensor] | None
 
 
 @dataclass(slots=True)
@@ -109,9 +108,9 @@ class CPUPagedAttention:
             cos.unsqueeze(1),
             sin.unsqueeze(1),
             pieces * batch.block_size + offset[:, None],
-            self._groups(batch, rope, dtype),
+            self._groups(batch, dtype),
             [
-                self._row(batch, row, rope, dtype)
+                self._row(batch, row, dtype)
                 for row in range(batch.decode_rows, len(batch.seq_lens_host))
             ],
             batch.decode_rows,
@@ -122,7 +121,7 @@ class CPUPagedAttention:
         window = self.geometry.window
         return 0 if window is None else max(0, position - window + 1) // block_size
 
-    def _groups(self, batch: BatchColumns, rope: Rope, dtype: torch.dtype) -> list[_Group]:
+    def _groups(self, batch: BatchColumns, dtype: torch.dtype) -> list[_Group]:
         size, count = batch.block_size, batch.decode_rows
         if not count:
             return []
@@ -144,7 +143,6 @@ class CPUPagedAttention:
                     rows,
                     [firsts[r] for r in rows],
                     max(widths[r] for r in rows),
-                    rope,
                     dtype,
                 )
             )
@@ -156,11 +154,10 @@ class CPUPagedAttention:
         rows: list[int],
         firsts: list[int],
         width: int,
-        rope: Rope,
         dtype: torch.dtype,
     ) -> _Group:
         index = None if rows == list(range(batch.decode_rows)) else torch.tensor(rows)
-        keys = self._keys(batch, rows, firsts, width, rope, dtype)
+        keys = self._keys(batch, rows, firsts, width)
         lengths = [batch.seq_lens_host[row] for row in rows]
         if len(rows) == 1 and self.geometry.window is None:
             return _Group(index, keys, lengths[0], None)
@@ -174,15 +171,7 @@ class CPUPagedAttention:
         mask = mask.repeat_interleave(self.geometry.num_kv_heads, dim=0).unsqueeze(1)
         return _Group(index, keys, places, mask)
 
-    def _keys(
-        self,
-        batch: BatchColumns,
-        rows: list[int],
-        firsts: list[int],
-        width: int,
-        rope: Rope,
-        dtype: torch.dtype,
-    ) -> _Keys:
+    def _keys(self, batch: BatchColumns, rows: list[int], firsts: list[int], width: int) -> _Keys:
         """``width`` blocks of each row from its block ``firsts`` on; past a row's end any block
         stands in (its places are masked)."""
         table = batch.block_tables[torch.tensor(rows)].long()
@@ -192,25 +181,16 @@ class CPUPagedAttention:
         kind = torch.arange(2)[:, None, None, None]
         head = torch.arange(kv_heads)[None, None, :, None]
         pieces = (blocks[None, :, None, :] * 2 + kind) * kv_heads + head
-        tables = None
-        if self.geometry.raw_keys:
-            size = batch.block_size
-            positions = (columns[:, :, None] * size + torch.arange(size)).view(len(rows), -1)
-            lengths = torch.tensor([batch.seq_lens_host[row] for row in rows])[:, None]
-            flat = _full_tables(
-                rope, positions.flatten(), lengths.expand_as(positions).flatten(), dtype
-            )
-            tables = tuple(t.view(len(rows), 1, width * size, -1) for t in flat)
-        return _Keys(pieces.flatten(), len(rows), tables)
+        return _Keys(pieces.flatten(), len(rows))
 
-    def _row(self, batch: BatchColumns, row: int, rope: Rope, dtype: torch.dtype) -> _Row:
+    def _row(self, batch: BatchColumns, row: int, dtype: torch.dtype) -> _Row:
         start, end = batch.query_starts_host[row : row + 2]
         length = batch.seq_lens_host[row]
         past = length - (end - start)
         first = self._first_block(past, batch.block_size) if past else 0
         base = first * batch.block_size  # position of key 0
         width = -(-length // batch.block_size) - first
-        keys = self._keys(batch, [row], [first], width, rope, dtype) if past else None
+        keys = self._keys(batch, [row], [first], width) if past else None
         blocks = []
         for query in range(start, end, QUERY_BLOCK):
             stop = min(query + QUERY_BLOCK, end)
@@ -254,13 +234,8 @@ class CPUPagedAttention:
         if qk_weight is not None:
             normed = F.rms_norm(rotary, (dim,), None, geometry.qk_norm_eps)
             torch.mul(normed, qk_weight, out=rotary)
-        if geometry.raw_keys:
-            own = heads[:, geometry.num_heads : geometry.num_heads + kv_heads].clone()
         _rotate_(rotary, state.cos, state.sin)
-        stored = heads[:, geometry.num_heads :]
-        if geometry.raw_keys:
-            stored = torch.cat((own, stored[:, kv_heads:]), dim=1)
-        cache.view(-1, dim)[state.write] = stored
+        cache.view(-1, dim)[state.write] = heads[:, geometry.num_heads :]
 
         width = geometry.num_heads * dim
         query = qkv[:, :width]
@@ -276,8 +251,6 @@ class CPUPagedAttention:
         dim = self.geometry.head_dim
         found = cache.view(-1, cache.shape[-2] * dim).index_select(0, keys.pieces)
         key, value = found.view(2, keys.rows * self.geometry.num_kv_heads, -1, dim).unbind(0)
-        if keys.tables is not None:
-            _rotate_(key.view(keys.rows, self.geometry.num_kv_heads, -1, dim), *keys.tables)
         return key, value
 
     def _attend_group(

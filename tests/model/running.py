@@ -1,0 +1,102 @@
+"""Checkpoints written by transformers' own classes, and our decoder run over a paged cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.config import EngineConfig, ModelConfig
+from octavo.model.batch import ForwardBatch
+from octavo.model.decoder import Model, load_model
+
+BLOCK = 16
+TINY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+
+
+def write_checkpoint(directory: Path, name: str, **changes: Any):
+    """A random model of transformers' class ``{name}ForCausalLM`` saved in FP32; returns it."""
+    import transformers
+
+    values = {**TINY, **changes}
+    config = getattr(transformers, f"{name}Config")(**values)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():  # norms and biases are constants at birth: make them count
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(directory)
+    return model
+
+
+def load(path: Path, dtype: str = "float32", **flags: Any) -> Model:
+    config = EngineConfig(model=ModelConfig(dtype=dtype, **flags))
+    return load_model(path, config, lambda phase, fraction: None)
+
+
+def make_batch(
+    tokens: list[list[int]], past: list[int], tables: torch.Tensor, block_size: int = BLOCK
+) -> ForwardBatch:
+    """Row i brings ``tokens[i]`` after ``past[i]`` cached ones; rows with one token come first."""
+    counts = [len(row) for row in tokens]
+    positions = torch.cat([torch.arange(p, p + n) for p, n in zip(past, counts)])
+    rows = torch.arange(len(tokens)).repeat_interleave(torch.tensor(counts))
+    blocks = tables[rows, positions // block_size].long()
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    lengths = [p + n for p, n in zip(past, counts)]
+    return ForwardBatch(
+        token_ids=torch.tensor([token for row in tokens for token in row]),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        query_starts_host=starts,
+        seq_lens_host=lengths,
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=tables,
+        block_size=block_size,
+        decode_rows=next((i for i, n in enumerate(counts) if n != 1), len(counts)),
+        logit_rows=torch.tensor(starts[1:]) - 1,
+    )
+
+
+def all_logits(model: Model, ids: list[int], chunk: int | None = None) -> torch.Tensor:
+    """Logits of every position [len(ids), vocab], computed ``chunk`` tokens at a time (all at once
+    by default), with blocks in shuffled order."""
+    count = -(-len(ids) // BLOCK)
+    generator = torch.Generator().manual_seed(1)
+    tables = torch.randperm(count + 3, generator=generator)[:count][None].int()
+    cache = model.allocate_cache(count + 3, BLOCK)
+    found = []
+    for start in range(0, len(ids), chunk or len(ids)):
+        part = ids[start : start + (chunk or len(ids))]
+        found.append(model.forward(make_batch([part], [start], tables), cache))
+    return model.logits(torch.cat(found))
+
+
+def reference_logits(model: Any, ids: list[int], chunk: int | None = None) -> torch.Tensor:
+    """transformers' logits; ``chunk`` matters to it only where frequencies follow the length."""
+    found, cache = [], None
+    with torch.no_grad():
+        for start in range(0, len(ids), chunk or len(ids)):
+            part = torch.tensor([ids[start : start + (chunk or len(ids))]])
+            output = model(part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits[0].float())
+    return torch.cat(found)
+
+
+def random_ids(count: int, vocab: int = 320) -> list[int]:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -1,0 +1,182 @@
+"""Every version of every operation against its definition in FP64, on random inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from octavo.ops import registry
+from octavo.ops.attention import AttentionGeometry, TorchPagedAttention, copy_blocks
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def cases(op: str):
+    return [
+        pytest.param(version, dtype, id=f"{version.name}-{str(dtype)[6:]}")
+        for version in registry.versions(op)
+        for dtype in DTYPES
+        if version.available("cpu", dtype)
+    ]
+
+
+def assert_close(found, expected, version, dtype):
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    bound = version.tolerance * torch.finfo(dtype).eps + 4e-6  # sums are in FP32 at best
+    assert error <= bound, f"relative error {error:.2e}, {version.name} promises {bound:.2e}"
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("rows", (1, 7, 130))
+@pytest.mark.parametrize(("version", "dtype"), cases("rms_norm"))
+def test_rms_norm(version, dtype, rows):
+    x, weight = randn(rows, 576).to(dtype), randn(576, seed=1).to(dtype)
+    expected = registry.versions("rms_norm")[0].call(x.double(), weight.double(), 1e-5)
+    assert_close(version.call(x, weight, 1e-5), expected, version, dtype)
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("epilogue", ("none", "add", "silu_mul"))
+@pytest.mark.parametrize("rows", (1, 5, 64, 200))
+@pytest.mark.parametrize(("version", "dtype"), cases("linear"))
+def test_linear(version, dtype, rows, epilogue, bias):
+    x = randn(rows, 96).to(dtype)
+    weights = [(randn(80, 96, seed=s) / 10).to(dtype) for s in (1, 2)]
+    shift = randn(160, seed=3).to(dtype) if bias else None
+    other = randn(rows, 160, seed=4).to(dtype) if epilogue == "add" else None
+    wide = registry.versions("linear")[0].call(
+        [w.double() for w in weights], shift.double() if bias else None, epilogue
+    )
+    expected = wide(x.double(), None if other is None else other.double())
+    assert_close(version.call(weights, shift, epilogue)(x, other), expected, version, dtype)
+
+
+@dataclass
+class Columns:
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_starts_host: list[int]
+    seq_lens_host: list[int]
+    block_tables: torch.Tensor
+    block_size: int
+    decode_rows: int
+
+
+def columns(past: list[int], new: list[int], tables: torch.Tensor, block_size: int) -> Columns:
+    """Row i has ``past[i]`` tokens in the cache and brings ``new[i]``; decode rows come first."""
+    positions = torch.cat([torch.arange(p, p + n) for p, n in zip(past, new)])
+    rows = torch.arange(len(new)).repeat_interleave(torch.tensor(new))
+    blocks = tables[rows, positions // block_size].long()
+    decode = next((i for i, n in enumerate(new) if n != 1), len(new))
+    starts = [0, *torch.tensor(new).cumsum(0).tolist()]
+    lengths = [p + n for p, n in zip(past, new)]
+    slots = blocks * block_size + positions % block_size
+    return Columns(positions, slots, starts, lengths, tables, block_size, decode)
+
+
+def rope(geometry: AttentionGeometry):
+    exponents = torch.arange(0, geometry.head_dim, 2) / geometry.head_dim
+
+    def tables(positions, lengths):
+        angles = positions[:, None] * 10000.0**-exponents
+        return angles.cos(), angles.sin()
+
+    return tables
+
+
+STEPS = [  # (tokens each row brings) for rows of one life: prefill, chunks, decode, mixed
+    [5, 40, 150, 3],
+    [1, 1, 20, 9],
+    [1, 1, 1, 140],
+    [1, 1, 1, 1],
+    [1, 1, 1, 1],
+]
+
+GEOMETRIES = {
+    "mha-64": AttentionGeometry(4, 4, 64),
+    "gqa3-64": AttentionGeometry(9, 3, 64),
+    "gqa4-80-norm": AttentionGeometry(8, 2, 80, qk_norm_eps=1e-6),
+    "gqa7-96": AttentionGeometry(7, 1, 96),
+    "gqa2-128-window": AttentionGeometry(4, 2, 128, window=33),
+    "gqa2-16-window-wide": AttentionGeometry(4, 2, 16, window=170),
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+@pytest.mark.parametrize("block_size", (16, 8))
+@pytest.mark.parametrize(("version", "dtype"), cases("paged_attention"))
+def test_paged_attention(version, dtype, block_size, geometry):
+    """Over the steps of four rows' lives, with shuffled blocks; each version has its own cache."""
+    generator = torch.Generator().manual_seed(7)
+    width = -(-256 // block_size)
+    tables = torch.randperm(4 * width, generator=generator).view(4, width).int()
+    tested, exact = version.call(geometry), TorchPagedAttention(geometry)
+    cache = torch.zeros(tested.kv_shape(4 * width, block_size), dtype=dtype)
+    wide_cache = torch.zeros(exact.kv_shape(4 * width, block_size), dtype=torch.float64)
+    heads = geometry.num_heads + 2 * geometry.num_kv_heads
+    weight = None
+    if geometry.qk_norm_eps is not None:
+        weight = randn(heads - geometry.num_kv_heads, geometry.head_dim, seed=3).to(dtype)
+    past = [0, 0, 0, 0]
+    for index, new in enumerate(STEPS):
+        batch = columns(past, new, tables, block_size)
+        qkv = randn(sum(new), heads * geometry.head_dim, seed=index).to(dtype)
+        wide_weight = None if weight is None else weight.double()
+        state = exact.prepare(batch, rope(geometry), torch.float64)
+        expected = exact(qkv.double(), wide_cache, state, wide_weight)
+        state = tested.prepare(batch, rope(geometry), dtype)
+        found = tested(qkv.clone(), cache, state, weight)
+        assert_close(found, expected, version, dtype)
+        past = [p + n for p, n in zip(past, new)]
+
+
+def test_definition_of_attention_equals_torchs_own():
+    geometry = AttentionGeometry(6, 2, 32)
+    batch = columns([0], [50], torch.arange(4)[None].int(), 16)
+    qkv = randn(50, 10 * 32)
+    attention = TorchPagedAttention(geometry)
+    still = replace(batch, positions=torch.zeros(50, dtype=torch.int64))  # no rotation
+
+    def no_rope(positions, lengths):
+        return torch.ones(len(positions), 16), torch.zeros(len(positions), 16)
+
+    assert still.positions.sum() == 0
+    cache = torch.zeros(attention.kv_shape(4, 16), dtype=torch.float64)
+    found = attention(qkv, cache, attention.prepare(batch, no_rope, torch.float64))
+    query, key, value = qkv.view(1, 50, 10, 32).transpose(1, 2).split((6, 2, 2), dim=1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2).reshape(50, -1))
+
+
+@pytest.mark.parametrize(("version", "dtype"), cases("paged_attention"))
+def test_attention_ignores_what_other_blocks_hold(version, dtype):
+    """Places past a row's end and other rows' blocks have no influence."""
+    attention = version.call(AttentionGeometry(4, 2, 16))
+    tables = torch.arange(8).view(2, 4).int()
+    results = []
+    for filler in (0.0, 100.0):
+        cache = torch.full(attention.kv_shape(8, 16), filler, dtype=dtype)
+        for past, new in (([0, 0], [20, 7]), ([20, 7], [1, 1])):
+            batch = columns(past, new, tables, 16)
+            state = attention.prepare(batch, rope(attention.geometry), dtype)
+            results.append(attention(randn(sum(new), 8 * 16).to(dtype), cache, state))
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+
+
+def test_copy_blocks_reads_all_sources_first():
+    cache = torch.arange(5.0).view(5, 1, 1)
+    copy_blocks(cache, torch.tensor([[1, 2], [2, 3]]))
+    assert cache.flatten().tolist() == [0, 1, 1, 2, 4]
+
+
+def test_select_prefers_the_last_version_that_runs():
+    assert registry.select("linear", "cpu", torch.float16).name == "torch"
+    names = [v.name for v in registry.versions("linear") if v.available("cpu", torch.bfloat16)]
+    assert registry.select("linear", "cpu", torch.bfloat16).name == names[-1]
