@@ -15,10 +15,18 @@ import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
-# Candidates of top_p are first looked for above (1 - top_p) / FIRST_TRY: at most a few thousand.
-FIRST_TRY = 256
+# Candidates of top_p are first looked for above (1 - top_p) / FIRST_TRY: some hundreds of tokens
+# for a language model, which is nearly always enough.
+FIRST_TRY = 1024
 # A probability below this never wins a race, so it need not run.
 SMALLEST = float(torch.finfo(torch.float32).tiny)
+
+
+def most_likely(scores: Tensor) -> Tensor:
+    """int64 [n]: the place of each row's largest entry, the first of equals; NaN is largest."""
+    if scores.device.type == "cpu":  # NumPy's is vectorised: ten times as fast as torch 2.13's
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    return scores.argmax(-1)
 
 
 def _signed(word: int) -> int:
@@ -80,7 +88,7 @@ def race(probs: Tensor, ids: Tensor, floor: Tensor | None, keys: tuple[Tensor, T
     torch.div(probs, score, out=score)
     if floor is not None:
         score.masked_fill_(probs < floor[:, None], -1.0)
-    return score.argmax(-1)
+    return most_likely(score)
 
 
 def min_p_floor(probs: Tensor, min_p: Tensor) -> Tensor:
@@ -98,9 +106,9 @@ def top_k_floor(probs: Tensor, top_k: Tensor) -> Tensor:
 
 
 def compact(probs: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens at or above the floor, most likely first: (probs, ids int32) [n, C].
+    """The tokens at or above the floor, in the order of their ids: (probs, ids int32) [n, C].
 
-    C is the largest count of a row; shorter rows end in probability 0 (id 0). Ties keep id order.
+    C is the largest count of a row; shorter rows end in probability 0 (id 0).
     """
     num_rows, vocab = probs.shape
     floor = floor.clamp(min=SMALLEST)
@@ -114,8 +122,7 @@ def compact(probs: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     found[rows, column] = probs.view(-1)[flat]
     ids = torch.zeros(num_rows, width, dtype=torch.int32, device=probs.device)
     ids[rows, column] = (flat - rows * vocab).to(torch.int32)
-    found, order = found.sort(dim=-1, descending=True, stable=True)
-    return found, ids.gather(-1, order)
+    return found, ids
 
 
 def nucleus(
@@ -128,18 +135,19 @@ def nucleus(
     taken above (1 - top_p) x mass / divisor. What lies below with divisor V weighs less than
     (1 - top_p), so V is always enough; with a smaller one ``complete`` [n] (bool) says where.
     """
-    # float64: the order of the sum, which depends on the batch, must not move a cut.
-    mass = probs.sum(-1, dtype=torch.float64)
+    # float64: the order of a sum, which may depend on the batch, must not move a cut.
+    mass = torch.ones_like(floor, dtype=torch.float64)
     if bool((floor > 0).any()):
         kept = torch.where(probs >= floor[:, None], probs, 0.0).sum(-1, dtype=torch.float64)
         mass = torch.where(floor > 0, kept, mass)
     bound = ((1.0 - top_p.double()) * mass / divisor).to(probs.dtype)
     found, ids = compact(probs, torch.maximum(floor, bound))
-    total = found.cumsum(-1, dtype=torch.float64)
+    ranked = found.sort(dim=-1, descending=True).values
+    total = ranked.cumsum(-1, dtype=torch.float64)
     wanted = (top_p.double() * mass)[:, None]
     complete = (total[:, -1:] >= wanted).squeeze(-1) | (floor >= bound)
     last = (total < wanted).sum(-1, keepdim=True).clamp(max=found.shape[-1] - 1)
-    return found, ids, found.gather(-1, last).squeeze(-1), complete
+    return found, ids, ranked.gather(-1, last).squeeze(-1), complete
 
 
 def draw_truncated(

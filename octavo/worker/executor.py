@@ -109,11 +109,10 @@ def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[
     """A started runner; its thread must be the one that executes (torch's thread count is its)."""
     clock = PhaseClock(progress)
     clock.enter("import torch")
-    from octavo.model.decoder import load_model
     from octavo.worker.runner import Runner
 
     imported = clock.finish()
-    runner = Runner(config, path, load_model)
+    runner = Runner(config, path)
     info = runner.start(progress)
     phases = {**imported, **info.startup_seconds}  # in the order in which they happened
     return runner, replace(info, startup_seconds=phases)

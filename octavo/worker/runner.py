@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from octavo.config import EngineConfig, available_cores, available_memory
 from octavo.core.plan import SAMPLE, Logprobs, NewRequest, StepPlan, StepResult
-from octavo.model.batch import ForwardBatch
+from octavo.model.decoder import Model, load_model
 from octavo.types import SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.info import PhaseClock, WorkerInfo
@@ -28,34 +27,7 @@ WARM_UP_TOKENS = 16
 WARM_UP_SECONDS = 0.5
 
 
-class Spec(Protocol):
-    """The facts of a model that a runner reads (model.spec.DecoderSpec has them)."""
-
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position(self) -> int: ...
-
-
-class Model(Protocol):
-    """What a runner needs of a loaded model (model.decoder)."""
-
-    spec: Spec
-    dtype: torch.dtype
-    weight_bytes: int
-    implementations: dict[str, str]
-
-    def kv_bytes_per_block(self, block_size: int) -> int: ...
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]: ...
-    def allocate_cache(self, num_blocks: int, block_size: int) -> list[Tensor]: ...
-    def forward(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
 Progress = Callable[[str, float], None]
-Loader = Callable[[Path, EngineConfig, Progress], Model]
 
 
 @dataclass(slots=True)
@@ -70,7 +42,12 @@ class Drawn:
 class Runner:
     """Loads a model, reserves its memory and computes steps, all on the calling thread."""
 
-    def __init__(self, config: EngineConfig, path: Path, load: Loader) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path,
+        load: Callable[[Path, EngineConfig, Progress], Model] = load_model,
+    ) -> None:
         self.config = config
         self.path = path
         self.load = load
@@ -108,7 +85,7 @@ class Runner:
             threads=threads,
             implementations=dict(self.model.implementations),
             startup_seconds=clock.finish(),
-            reasons=memory.reasons,
+            reasons={**self.model.reasons, **memory.reasons},
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -117,7 +94,8 @@ class Runner:
             try:
                 self.slots.apply(plan)
                 if len(plan.copies):
-                    self._copy_blocks(plan.copies)
+                    pairs = torch.from_numpy(plan.copies.astype(np.int64))
+                    self.model.copy_blocks(self.cache, pairs)
                 return self._compute(plan)
             except Exception:
                 self.slots.skip(plan)
@@ -129,18 +107,10 @@ class Runner:
         rows, tokens = memory.max_num_seqs, memory.max_num_batched_tokens
         vocab = self.model.spec.vocab_size
         self.cache = self.model.allocate_cache(memory.num_blocks, memory.block_size)
-        self.block_axis = block_axis(self.model.kv_shape, memory.block_size)
         self.slots = Slots(rows, memory.max_model_len, memory.block_size, vocab)
         self.batches = batches.BatchBuilder(self.slots, max(rows, tokens), rows)
         self.sampler = Sampler(self.slots)
         self.logit_rows = max(1, LOGITS_BYTES // (4 * vocab))
-
-    def _copy_blocks(self, copies: np.ndarray) -> None:
-        """All sources are read before any destination is written."""
-        index = torch.from_numpy(copies.astype(np.int64))
-        for layer in self.cache:
-            found = layer.index_select(self.block_axis, index[:, 0])
-            layer.index_copy_(self.block_axis, index[:, 1], found)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self.batches.build(plan)
@@ -202,12 +172,6 @@ class Runner:
         if time.perf_counter() - began < WARM_UP_SECONDS / 2:
             self.execute(_next_plan(length))
         self.slots.free(np.zeros(1, dtype=np.int32))
-
-
-def block_axis(kv_shape: Callable[[int, int], tuple[int, ...]], block_size: int) -> int:
-    """The axis of a layer's cache that counts blocks: the one that grows with their number."""
-    one, two = kv_shape(1, block_size), kv_shape(2, block_size)
-    return next(axis for axis, (a, b) in enumerate(zip(one, two)) if a != b)
 
 
 def _first_plan(num_tokens: int, params: SamplingParams, block_size: int) -> StepPlan:

@@ -49,7 +49,7 @@ class Sampler:
         needs = self.slots.needs[slots]
         asked = int(np.bitwise_or.reduce(needs))
         if asked == 0:
-            return logits.argmax(-1), np.zeros(0, dtype=np.int64), None
+            return sampling.most_likely(logits), np.zeros(0, dtype=np.int64), None
 
         reporting = (needs & LOGPROBS).nonzero()[0]
         raw = logits[_index(reporting)].log_softmax(-1) if len(reporting) else None
@@ -67,7 +67,7 @@ class Sampler:
         self, logits: Tensor, slots: Int32, positions: Int32, needs: NDArray[np.uint8], asked: int
     ) -> Tensor:
         if not asked & RANDOM:
-            return logits.argmax(-1)
+            return sampling.most_likely(logits)
         random = (needs & RANDOM) != 0
         if random.all():
             return self._draw_random(logits, slots, positions, needs)
@@ -76,7 +76,7 @@ class Sampler:
         drawn = self._draw_random(logits[_index(rows)], slots[rows], positions[rows], needs[rows])
         tokens[_index(rows)] = drawn
         rest = _index((~random).nonzero()[0])
-        tokens[rest] = logits[rest].argmax(-1)
+        tokens[rest] = sampling.most_likely(logits[rest])
         return tokens
 
     def _draw_random(

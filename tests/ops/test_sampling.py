@@ -249,3 +249,9 @@ def test_logprobs_give_the_token_the_most_likely_and_the_rank() -> None:
     assert values.tolist() == [[1.0, 3.0, 2.0], [5.0, 5.0, 1.0]]
     assert ranks.tolist() == [3, 1]
     assert not values.isnan().any()
+
+
+def test_the_most_likely_token_is_the_first_of_equals_and_nan_counts_as_largest() -> None:
+    nan, inf = float("nan"), float("inf")
+    scores = torch.tensor([[1.0, 3.0, 3.0], [-inf, -inf, -inf], [2.0, nan, inf]])
+    assert sampling.most_likely(scores).tolist() == scores.argmax(-1).tolist() == [1, 0, 1]

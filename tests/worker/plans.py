@@ -93,16 +93,17 @@ class SumModel:
         self.dtype = torch.float32
         self.weight_bytes = 4 * self.embedding.numel()
         self.implementations = {"attention": "sum"}
+        self.reasons = {"dtype": "the only one"}
         self.fail = False
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         return 4 * block_size * self.width
 
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        return (1, num_blocks, block_size, self.width)
-
     def allocate_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
-        return [torch.zeros(self.kv_shape(num_blocks, block_size))]
+        return [torch.zeros(1, num_blocks, block_size, self.width)]
+
+    def copy_blocks(self, cache: list[Tensor], pairs: Tensor) -> None:
+        cache[0][0, pairs[:, 1]] = cache[0][0, pairs[:, 0]]
 
     def forward(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
         if self.fail:
