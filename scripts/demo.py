@@ -78,7 +78,7 @@ def launch(port: int) -> str | None:
     url = f"http://127.0.0.1:{port}"
     with open(LOG, "wb") as log:
         process = subprocess.Popen(
-            [*OCTAVO, "serve", MODEL, "--port", str(port)],
+            [*OCTAVO, "serve", MODEL, "--port", str(port), "--disable-uvicorn-access-log"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
