@@ -205,9 +205,7 @@ class ProcessClient:
         """
         gate = self._require_gate()
         now = time.monotonic()
-        num_tokens = sum(len(request.prompt_ids) // 4 for request in requests)
-        free = self.info.max_num_seqs - self.num_running
-        gate.check(len(requests), num_tokens, now, free)
+        self.check_queue(len(requests), sum(len(r.prompt_ids) // 4 for r in requests))
         handles = [r.handle + i for r in requests for i in range(r.params.n)]
         stream = RequestStream(self._loop, handles)
         for request in requests:
@@ -219,6 +217,11 @@ class ProcessClient:
         self._waiting.update(handles)
         self.num_admitted += len(handles)
         return stream
+
+    def check_queue(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Raises what ``submit`` would raise for so much more, before work is spent on it."""
+        free = self.info.max_num_seqs - self.num_running
+        self._require_gate().check(num_requests, num_tokens, time.monotonic(), free)
 
     def abort(self, handles: Iterable[int], reason: FinishReason = FinishReason.ABORT) -> None:
         """Drops handles that are still open; their events end here and now. ``reason`` is how

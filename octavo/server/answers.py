@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -23,20 +21,37 @@ from octavo.types import FinishReason, InvalidRequest, SamplingParams
 logger = logging.getLogger("octavo")
 
 
-@dataclass
 class Answer(ABC):
     """A response in the making. Subclasses give the shape of a choice and of events."""
 
     kind: ClassVar[str]
-
-    state: ServerState
     body: GenerationRequest
-    generation: Generation
-    names: TokenNames
-    request_id: str
-    model: str
-    warnings: list[str]
-    _closed: bool = field(default=False, init=False)  # the timings have been sent
+
+    def __init__(
+        self,
+        state: ServerState,
+        body: GenerationRequest,
+        generation: Generation,
+        request_id: str,
+        warnings: list[str],
+    ) -> None:
+        self.state = state
+        self.body = body
+        self.generation = generation
+        self.request_id = request_id
+        self.model = state.check_model(body.model)
+        self.warnings = warnings
+        self.names = TokenNames(
+            state.tokenizer,
+            bool(body.return_tokens_as_token_ids),
+            body.skip_special_tokens is not False,
+        )
+        options = body.stream_options
+        self.wants_usage = state.server.enable_force_include_usage or bool(
+            options and options.include_usage
+        )
+        self._counts_on = self.wants_usage and bool(options and options.continuous_usage_stats)
+        self._closed = False  # the timings have been sent
 
     @abstractmethod
     def choice(self, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
@@ -87,25 +102,17 @@ class Answer(ABC):
             usage["prompt_tokens_details"] = {"cached_tokens": self.generation.num_cached_tokens}
         return usage
 
-    def _asks(self, option: str) -> bool:
-        options = self.body.stream_options
-        return bool(options is not None and getattr(options, option))
-
-    @property
-    def wants_usage(self) -> bool:
-        return self._asks("include_usage") or self.state.server.enable_force_include_usage
-
     def continuous_usage(self) -> bytes:
-        if self.wants_usage and self._asks("continuous_usage_stats"):
-            return members(usage=self.usage())
-        return b""
+        """A member for each event, if the client asked for it."""
+        return members(usage=self.usage()) if self._counts_on else b""
 
     def chunk_tail(self, piece: Piece) -> bytes:
         """Members that follow an event's choices: usage so far; at the very end the timings,
         unless a usage event comes after it."""
         tail = self.continuous_usage()
-        ended = piece.is_last and all(c.finish_reason for c in self.generation.choices)
-        if ended and not self.wants_usage and not self._closed:
+        if not piece.is_last or self.wants_usage or self._closed:
+            return tail
+        if all(choice.finish_reason for choice in self.generation.choices):
             self._closed = True
             tail += self._closing()
         return tail
@@ -127,8 +134,8 @@ class Answer(ABC):
 
 
 def request_id(request: Request, body: GenerationRequest, prefix: str) -> str:
-    """``prefix-ID`` with the client's id (field or X-Request-Id header), or a random one."""
-    sent = body.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
+    """``prefix-ID`` with the client's id (field, or X-Request-Id header), or a random one."""
+    sent = body.request_id or request.scope["octavo.request_id"]
     if len(sent) > 256 or not sent.isprintable() or not sent.isascii():
         raise InvalidRequest(
             "request_id must be at most 256 printable ASCII characters", "request_id"
@@ -149,7 +156,6 @@ async def respond(
     warnings: list[str],
 ) -> Response:
     """Runs the generation. Errors before the first event are raised; the app answers them."""
-    model = state.check_model(body.model)
     name = request_id(request, body, prefix)
     if body.priority and state.config.scheduler.scheduling_policy != "priority":
         raise InvalidRequest(
@@ -166,20 +172,14 @@ async def respond(
         drop_output=bool(body.echo) and body.max_tokens == 0,
     )
     generation = Generation(state, ask, request.receive)
-    names = TokenNames(
-        state.tokenizer, bool(body.return_tokens_as_token_ids), params.skip_special_tokens
-    )
-    answer = answer_type(state, body, generation, names, name, model, warnings)
+    answer = answer_type(state, body, generation, name, warnings)
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
-    headers = {}
-    if state.server.enable_request_id_headers:
-        headers["x-request-id"] = name.removeprefix(prefix + "-")
     await generation.begin()
     if body.stream:
-        return EventStream(generation, answer.frames(), headers)
+        return EventStream(generation, answer.frames())
     try:
         content = await answer.whole()
     finally:
         generation.close()
-    return Response(content, 200, headers, "application/json")
+    return Response(content, 200, None, "application/json")

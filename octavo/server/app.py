@@ -37,6 +37,7 @@ from octavo.server.protocol import (
     NoFields,
     TokenizeRequest,
 )
+from octavo.server.request_ids import RequestIds
 from octavo.server.sampling import chat_params, completion_params, renamed_for_chat
 from octavo.server.state import ServerState
 from octavo.types import EngineDead, InvalidRequest, OctavoError
@@ -53,7 +54,7 @@ SCHEMAS: dict[str, type[Body]] = {
 
 
 def create_app(state: ServerState) -> App:
-    """The whole application: CORS, then keys, then routes."""
+    """The whole application: CORS, request ids, keys, then routes."""
     api = FastAPI(
         title="octavo",
         version=__version__,
@@ -72,6 +73,7 @@ def create_app(state: ServerState) -> App:
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     server = state.server
     guarded: App = KeyGuard(api, server.api_key, server.root_path)
+    guarded = RequestIds(guarded, server.enable_request_id_headers)
     return CORSMiddleware(
         guarded,
         allow_origins=server.allowed_origins,

@@ -26,6 +26,7 @@ async def prompts_of(
         raise InvalidRequest("prompt is an empty list", "prompt")
     if isinstance(prompt[0], int):
         return [prompt], [None]
+    state.client.check_queue(len(prompt))  # before thousands of prompts are tokenized
     if isinstance(prompt[0], list):
         return prompt, [None] * len(prompt)
     tokenizer = state.require_tokenizer("prompt")

@@ -40,8 +40,7 @@ class Choice:
     """One of the n answers to a prompt. ``index`` is its place in the response."""
 
     __slots__ = (
-        "finish_reason", "handle", "index", "num_tokens", "prompt", "stop_reason", "text",
-        "timings", "token_ids",
+        "finish_reason", "handle", "index", "prompt", "stop_reason", "text", "timings",
     )  # fmt: skip
 
     def __init__(self, index: int, handle: int, prompt: Prompt, text: ChoiceText, arrival: float):
@@ -49,11 +48,14 @@ class Choice:
         self.handle = handle
         self.prompt = prompt
         self.text = text
-        self.num_tokens = 0
-        self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.timings = RequestTimings(arrival=arrival)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those that count: up to and including the one that completed a stop string."""
+        return self.text.token_ids
 
 
 @dataclass(slots=True)
@@ -117,10 +119,10 @@ class Generation:
         Raises EngineDead, StepError, InvalidRequest (refused late) or ClientGone.
         """
         events, self._first = self._first, None
-        if events is not None and (batch := list(self._apply(events))):
+        if events is not None and (batch := self._apply(events)):
             yield batch
         async for events in self._stream:
-            if batch := list(self._apply(events)):
+            if batch := self._apply(events):
                 yield batch
 
     def close(self) -> None:
@@ -140,7 +142,7 @@ class Generation:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
+        return sum(len(choice.text.token_ids) for choice in self.choices)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -194,7 +196,7 @@ class Generation:
             prompt = Prompt(kept, ask.texts[i] if whole else None, handle)
             self.prompts.append(prompt)
             for k in range(n):
-                text = ChoiceText(tokenizer, ask.params)
+                text = ChoiceText(tokenizer, ask.params, eos_ids=client.info.eos_ids)
                 self.choices.append(Choice(i * n + k, handle + k, prompt, text, ask.arrival))
         self._first_handle = first
         return requests
@@ -212,7 +214,17 @@ class Generation:
 
     # ---- receiving ----
 
-    def _apply(self, events: StepEvents) -> Iterator[Piece]:
+    def _apply(self, events: StepEvents) -> list[Piece]:
+        if len(events.tokens) == 1 and not (
+            events.finished or events.started or events.rejected
+            or events.logprobs or events.prompt_logprobs
+        ):  # fmt: skip
+            handle, token = events.tokens[0]  # by far the most frequent case
+            choice = self.choices[handle - self._first_handle]
+            return [self._extended(choice, [token], [], events.time, None)]
+        return list(self._apply_any(events))
+
+    def _apply_any(self, events: StepEvents) -> Iterator[Piece]:
         self._refuse_rejected(events)
         for started in events.started:
             choice = self.choices[started.handle - self._first_handle]
@@ -264,12 +276,12 @@ class Generation:
         if ids:
             self._time(choice, len(ids), now)
         if self._ask.drop_output:
-            ids, rows, text, met = [], [], "", None
-        else:
-            text = choice.text.push(ids) if ids else ""
-            met = choice.text.stop_string
+            ids, rows = [], []
+        num_before = len(choice.text.token_ids)
+        text = choice.text.push(ids) if ids else ""
+        met = choice.text.stop_string
         if met is not None:  # what came after the stop is neither returned nor counted
-            num_new = choice.text.num_tokens - choice.num_tokens
+            num_new = len(choice.text.token_ids) - num_before
             ids, rows = ids[:num_new], rows[:num_new]
             self._state.client.abort([choice.handle], FinishReason.STOP)
             self._finish(choice, FinishReason.STOP.value, met)
@@ -280,8 +292,6 @@ class Generation:
             if end.timings.last_token >= 0:
                 choice.timings = end.timings
             self._finish(choice, end.reason.value, end.stop_reason)
-        choice.num_tokens += len(ids)
-        choice.token_ids += ids
         self._state.metrics.num_generated_tokens += len(ids)
         if choice.finish_reason in ("stop", "length"):
             self._record(choice)
@@ -302,9 +312,9 @@ class Generation:
             choice.finish_reason, choice.stop_reason = "length", None
 
     def _record(self, choice: Choice) -> None:
-        siblings = [c.num_tokens for c in self.choices if c.prompt is choice.prompt]
+        siblings = [len(c.token_ids) for c in self.choices if c.prompt is choice.prompt]
         self._state.metrics.on_finished(
-            choice.timings, len(choice.prompt.ids), choice.num_tokens, max(siblings)
+            choice.timings, len(choice.prompt.ids), len(choice.token_ids), max(siblings)
         )
 
     def _keep_prompt_logprobs(self, rows: PromptLogprobRows) -> None:

@@ -29,6 +29,10 @@ def _number(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
+# Lists of ids may be long: they are checked without Python, and given up at the first fault.
+TokenId = Annotated[int, Field(strict=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -61,7 +65,7 @@ class GenerationRequest(Body):
     repetition_penalty: Float | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: Bool | None = None
     ignore_eos: Bool | None = None
@@ -72,7 +76,7 @@ class GenerationRequest(Body):
     spaces_between_special_tokens: Bool | None = None
     truncate_prompt_tokens: Int | None = None
     logit_bias: dict[str, Float] | None = None
-    allowed_token_ids: list[Int] | None = None
+    allowed_token_ids: TokenIds | None = None
     add_special_tokens: Bool | None = None
     echo: Bool | None = None
     priority: Int | None = None
@@ -92,7 +96,7 @@ class GenerationRequest(Body):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(
         description="text, a list of texts, token ids, or a list of token id lists"
     )
     logprobs: Int | None = None
@@ -162,7 +166,7 @@ class TokenizeRequest(ChatFields):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[Int]
+    tokens: TokenIds
     skip_special_tokens: Bool | None = None
 
 

@@ -41,18 +41,19 @@ class EventStream(Response):
     An error after the start becomes an ``error`` event, and the stream ends without [DONE].
     """
 
-    def __init__(
-        self, generation: Generation, frames: AsyncIterator[bytes], headers: dict[str, str]
-    ) -> None:
+    def __init__(self, generation: Generation, frames: AsyncIterator[bytes]) -> None:
         self.generation = generation
         self.frames = frames
         self.status_code = 200
         self.background = None
         self.media_type = "text/event-stream"
         self.init_headers(
-            {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache",
-             "x-accel-buffering": "no", **headers}
-        )  # fmt: skip
+            {
+                "content-type": "text/event-stream; charset=utf-8",
+                "cache-control": "no-cache",
+                "x-accel-buffering": "no",
+            }
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

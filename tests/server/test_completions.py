@@ -246,3 +246,9 @@ def test_tokenize_and_detokenize(server):
 def test_a_prompt_tokenized_in_a_thread_is_the_same(server):
     answer = server.post("/v1/completions", prompt="a" * 70000 + "say:x", truncate_prompt_tokens=50)
     assert answer.json()["choices"][0]["text"] == "x"
+
+
+def test_bad_words_and_long_id_lists(server):
+    assert server.complete("say:x", bad_words=["q", "zz"])["choices"][0]["text"] == "x"
+    answer = server.complete([list(b"say:a") * 10000], truncate_prompt_tokens=5)
+    assert answer["choices"][0]["text"] == "a"
