@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import uvicorn
@@ -31,6 +32,8 @@ class HTTPServer(uvicorn.Server):
                 server_header=False,
             )
         )
+        if server.uvicorn_log_level == "info":  # access lines, but not uvicorn's own start and end
+            logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
