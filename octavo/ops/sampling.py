@@ -137,7 +137,7 @@ def nucleus(
     """
     # float64: the order of a sum, which may depend on the batch, must not move a cut.
     mass = torch.ones_like(floor, dtype=torch.float64)
-    if bool((floor > 0).any()):
+    if bool(((floor > 0) & (top_p < 1)).any()):
         kept = torch.where(probs >= floor[:, None], probs, 0.0).sum(-1, dtype=torch.float64)
         mass = torch.where(floor > 0, kept, mass)
     bound = ((1.0 - top_p.double()) * mass / divisor).to(probs.dtype)
@@ -148,6 +148,13 @@ def nucleus(
     complete = (total[:, -1:] >= wanted).squeeze(-1) | (floor >= bound)
     last = (total < wanted).sum(-1, keepdim=True).clamp(max=found.shape[-1] - 1)
     return found, ids, ranked.gather(-1, last).squeeze(-1), complete
+
+
+def draw_above(probs: Tensor, floor: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
+    """A token id [n] (int64) of each row, among the tokens at or above floor [n]."""
+    found, ids = compact(probs, floor)
+    winner = race(found, ids, None, keys)
+    return ids.gather(-1, winner[:, None]).squeeze(-1).to(torch.int64)
 
 
 def draw_truncated(

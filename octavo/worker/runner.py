@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor
 
 from octavo.config import EngineConfig, available_cores, available_memory
-from octavo.core.plan import SAMPLE, Logprobs, NewRequest, StepPlan, StepResult
+from octavo.core.plan import SAMPLE, NewRequest, StepPlan, StepResult
 from octavo.model.decoder import Model, load_model
 from octavo.types import SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.memory import MemoryPlan, plan_memory
-from octavo.worker.sampler import Sampler, describe, no_logprobs, stack
+from octavo.worker.sampler import Sampler, describe, join, no_logprobs, stack
 from octavo.worker.slots import Slots
 
 # Logits are computed for so many bytes of rows at a time.
@@ -28,15 +27,6 @@ WARM_UP_SECONDS = 0.5
 
 
 Progress = Callable[[str, float], None]
-
-
-@dataclass(slots=True)
-class Drawn:
-    """What the rows of one slice of a step drew."""
-
-    tokens: Tensor  # int64 [r]
-    rows: np.ndarray  # of these, the rows with log-probabilities
-    logprobs: Logprobs | None
 
 
 class Runner:
@@ -127,22 +117,23 @@ class Runner:
     def _draw(self, batch: batches.StepBatch, hidden: Tensor, result: StepResult) -> None:
         slots = batch.slots[batch.drawing]
         last = hidden[batch.forward.logit_rows]
-        drawn: list[Drawn] = []
-        for start in range(0, len(slots), self.logit_rows):
-            part = slice(start, start + self.logit_rows)
-            logits = self.model.logits(last[part])
-            positions = batch.draw_positions[part]
-            tokens, rows, logprobs = self.sampler.sample(logits, slots[part], positions)
-            drawn.append(Drawn(tokens, rows + start, logprobs))
-        tokens = drawn[0].tokens if len(drawn) == 1 else torch.cat([d.tokens for d in drawn])
-        self.slots.append(slots, batch.draw_positions, tokens)
+        parts = [
+            slice(start, start + self.logit_rows) for start in range(0, len(slots), self.logit_rows)
+        ]
+        drawn = join(
+            [
+                self.sampler.sample(
+                    self.model.logits(last[part]), slots[part], batch.draw_positions[part]
+                )
+                for part in parts
+            ]
+        )
+        self.slots.append(slots, batch.draw_positions, drawn.tokens)
         rows = batch.plan_rows[batch.drawing]
-        result.tokens[rows, 0] = tokens.numpy()
+        result.tokens[rows, 0] = drawn.tokens.numpy()
         result.num_accepted[rows] = 1
-        found = [d for d in drawn if d.logprobs is not None]
-        if found:
-            result.logprob_rows = rows[np.concatenate([d.rows for d in found])].astype(np.int32)
-            result.logprobs = stack([d.logprobs for d in found if d.logprobs is not None])
+        result.logprob_rows = rows[drawn.rows].astype(np.int32)
+        result.logprobs = drawn.logprobs
 
     def _score_prompts(self, batch: batches.StepBatch, hidden: Tensor, result: StepResult) -> None:
         """For each token of the rows that ask, the log-probability of the token after it."""

@@ -7,6 +7,7 @@ are processed apart from the others, each operation on just those rows that use 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,32 @@ from octavo.worker.slots import (
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 NEG_INF = float("-inf")
+# Rows that need processing are taken so many bytes of logits at a time: the temporaries of a block
+# stay in the cache and are handed from one operation to the next, while whole ones would be
+# returned to the system and faulted in again.
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What some rows of logits gave."""
+
+    tokens: Tensor  # int64 [r]
+    rows: Int64  # of these, the rows that asked for log-probabilities
+    logprobs: Logprobs | None  # of those rows; None where there are none
+
+
+def join(parts: list[Drawn]) -> Drawn:
+    """The draws of consecutive slices of rows as one."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
+    found = [part.logprobs for part in parts if part.logprobs is not None]
+    return Drawn(
+        torch.cat([part.tokens for part in parts]),
+        np.concatenate([part.rows + start for part, start in zip(parts, starts)]),
+        stack(found) if found else None,
+    )
 
 
 class Sampler:
@@ -38,19 +65,19 @@ class Sampler:
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
 
-    def sample(
-        self, logits: Tensor, slots: Int32, positions: Int32
-    ) -> tuple[Tensor, Int64, Logprobs | None]:
-        """Draws the tokens at ``positions`` of ``slots``.
-
-        logits: float32 [r, V], changed in place. Returns the tokens (int64 [r]), the rows that
-        asked for log-probabilities and those (None where no row did).
-        """
+    def sample(self, logits: Tensor, slots: Int32, positions: Int32) -> Drawn:
+        """Draws the tokens at ``positions`` of ``slots``. logits: float32 [r, V], overwritten."""
         needs = self.slots.needs[slots]
-        asked = int(np.bitwise_or.reduce(needs))
-        if asked == 0:
-            return sampling.most_likely(logits), np.zeros(0, dtype=np.int64), None
+        if not needs.any():
+            return Drawn(sampling.most_likely(logits), np.zeros(0, dtype=np.int64), None)
+        size = max(1, BLOCK_BYTES // (4 * logits.shape[-1]))
+        blocks = [slice(start, start + size) for start in range(0, len(slots), size)]
+        return join([self._sample(logits[b], slots[b], positions[b], needs[b]) for b in blocks])
 
+    def _sample(
+        self, logits: Tensor, slots: Int32, positions: Int32, needs: NDArray[np.uint8]
+    ) -> Drawn:
+        asked = int(np.bitwise_or.reduce(needs))
         reporting = (needs & LOGPROBS).nonzero()[0]
         raw = logits[_index(reporting)].log_softmax(-1) if len(reporting) else None
         if asked & EDITS:
@@ -59,9 +86,9 @@ class Sampler:
             self._penalise(logits, slots, (needs & PENALTIES).nonzero()[0])
         tokens = self._draw(logits, slots, positions, needs, asked)
         if raw is None:
-            return tokens, reporting, None
+            return Drawn(tokens, reporting, None)
         wanted = self.slots.logprobs[slots[reporting]]
-        return tokens, reporting, describe(raw, tokens[_index(reporting)], wanted)
+        return Drawn(tokens, reporting, describe(raw, tokens[_index(reporting)], wanted))
 
     def _draw(
         self, logits: Tensor, slots: Int32, positions: Int32, needs: NDArray[np.uint8], asked: int
@@ -119,6 +146,8 @@ class Sampler:
             index = _index(limited)
             kth = sampling.top_k_floor(probs[index], _column(state.top_k, slots[limited]))
             floor[index] = torch.maximum(floor[index], kth)
+        if not (needs & TOP_P).any():
+            return sampling.draw_above(probs, floor, keys)
         return sampling.draw_truncated(probs, floor, _column(state.top_p, slots), keys)
 
     def _penalise(self, logits: Tensor, slots: Int32, rows: Int64) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,15 @@ import torch
 from octavo.ops import sampling
 
 MASK = 0xFFFFFFFF
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small only wait for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def keys_of(seeds: np.ndarray, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,6 +133,8 @@ def draws(logits: np.ndarray, count: int, temperature, min_p, top_k, top_p) -> n
     if top_k:
         kth = sampling.top_k_floor(probs, torch.full((count,), top_k))
         floor = torch.maximum(floor, kth)
+    if top_p == 1.0:
+        return sampling.draw_above(probs, floor, keys).numpy()
     return sampling.draw_truncated(probs, floor, torch.full((count,), top_p), keys).numpy()
 
 

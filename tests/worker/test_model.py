@@ -40,7 +40,7 @@ def started(model_r: Path) -> Iterator[UniExecutor]:
     executor = UniExecutor(config, model_r)
     info = executor.start(lambda phase, fraction: None)
     assert (info.vocab_size, info.dtype, info.max_model_len) == (320, "float32", 2048)
-    assert list(info.startup_seconds)[0] == "import torch" and "warm-up" in info.startup_seconds
+    assert next(iter(info.startup_seconds)) == "import torch" and "warm-up" in info.startup_seconds
     yield executor
     executor.shutdown()
 

@@ -18,7 +18,7 @@ from tests.worker.plans import New, Row, SumModel, plan
 BLOCK = 4
 
 
-def config(threads: int = 2) -> EngineConfig:
+def config(threads: int = 1) -> EngineConfig:
     return EngineConfig(
         cache=CacheConfig(block_size=BLOCK, num_gpu_blocks_override=64),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo.types import SamplingParams
+from octavo.worker import sampler
 from octavo.worker.sampler import Sampler
 from octavo.worker.slots import Slots
 from tests.worker.plans import New, Row, int32, plan
@@ -28,9 +29,9 @@ class Bench:
     def draw(self, logits: torch.Tensor, slots: list[int]):  # type: ignore[no-untyped-def]
         chosen = int32(slots)
         positions = self.slots.length[chosen]
-        tokens, rows, logprobs = self.sampler.sample(logits.clone(), chosen, positions)
-        self.slots.append(chosen, positions, tokens)
-        return tokens.tolist(), rows.tolist(), logprobs
+        drawn = self.sampler.sample(logits.clone(), chosen, positions)
+        self.slots.append(chosen, positions, drawn.tokens)
+        return drawn.tokens.tolist(), drawn.rows.tolist(), drawn.logprobs
 
 
 @pytest.fixture
@@ -65,7 +66,11 @@ KINDS = {
 }
 
 
-def test_a_request_draws_the_same_alone_and_in_any_company() -> None:
+@pytest.mark.parametrize("rows_at_a_time", [1, 3, 100])
+def test_a_request_draws_the_same_alone_and_in_any_company(
+    rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "BLOCK_BYTES", rows_at_a_time * 4 * VOCAB)
     names = list(KINDS)
     logits = [logits_of(len(names), seed=step) for step in range(8)]
 
