@@ -27,6 +27,7 @@ class Connection:
         if parts.scheme not in ("http", "https", "unix"):
             raise ConfigError(f"--url {url}: must begin with http://, https:// or unix:")
         self._parts = parts
+        self._prefix = "" if parts.scheme == "unix" else parts.path
 
     def get(self, path: str) -> dict[str, Any]:
         with self._request("GET", path, None) as response:
@@ -78,7 +79,7 @@ class Connection:
         connection = self._connect()
         try:
             payload = None if body is None else json.dumps(body)
-            connection.request(method, self._parts.path + path, payload, self._headers)
+            connection.request(method, self._prefix + path, payload, self._headers)
             return connection.getresponse()
         except OSError as error:
             raise ConfigError(

@@ -62,7 +62,7 @@ def _die_with_parent() -> None:
 def _wait_ready(process: subprocess.Popen[bytes], connection: Connection) -> bool:
     """False when the process ends instead."""
     while process.poll() is None:
-        with contextlib.suppress(OctavoError):
+        with contextlib.suppress(ConfigError):  # nobody listens yet
             if connection.status("/health") == 200:
                 return True
         time.sleep(_POLL_SECONDS)

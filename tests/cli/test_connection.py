@@ -26,11 +26,14 @@ class Handler(BaseHTTPRequestHandler):
     answer = "whole"
 
     def do_GET(self) -> None:
-        self._send(200, b'{"data": [{"id": "m"}]}')
+        known = self.path in ("/v1/models", "/health")
+        self._send(200 if known else 404, b'{"data": [{"id": "m"}]}')
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        if self.answer == "refuse":
+        if self.path not in ("/v1/completions", "/v1/chat/completions"):
+            self._send(404, b"{}")
+        elif self.answer == "refuse":
             self._send(400, b'{"error": {"message": "temperature is 9"}}')
         else:
             self._send(200, ANSWERS[self.answer])
