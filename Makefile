@@ -14,7 +14,7 @@ PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo stop install install-test test lint types format hooks bench bench-guide clean distclean
+.PHONY: help demo stop install install-test test lint types format hooks bench soak bench-guide clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,10 +68,13 @@ hooks: install-test  ## run lint and types before every commit
 
 bench: install-test  ## speed, against transformers in the same environment
 	@$(BIN)/python -m benchmarks.scheduler
-	@$(BIN)/python -m benchmarks.compare
+	@$(BIN)/python -m benchmarks.cpu
+
+soak: install-test  ## 200 streaming clients with random aborts for five minutes
+	@$(BIN)/python -m benchmarks.soak
 
 bench-guide: install-test  ## the guide's claims, measured on this machine
-	@$(BIN)/python -m benchmarks.guide_claims
+	@$(BIN)/python -m benchmarks.guide
 
 clean:  ## remove build outputs and caches
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
