@@ -18,8 +18,10 @@ from octavo.types import InvalidRequest
 async def prompts_of(
     state: ServerState, body: CompletionRequest
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids of each prompt, and its text where the client sent text."""
+    """Token ids of each prompt, and its text where the client sent text. Raises InvalidRequest."""
     prompt: Any = body.prompt
+    if body.echo:
+        state.require_tokenizer("echo")
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:

@@ -112,6 +112,7 @@ def start(
     engine: dict[str, Any] | None = None,
     server: dict[str, Any] | None = None,
     scheduler: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     bos: bool = True,
     template: str | None = TEMPLATE,
     ready: bool = True,
@@ -124,6 +125,7 @@ def start(
             "engine": engine or {},
             "server": {"port": port, **(server or {})},
             "scheduler": scheduler or {},
+            "model": model or {},
         }
         log = Path(directory) / "log"
         with open(log, "wb") as out:
@@ -162,7 +164,7 @@ def main() -> int:
     settings = json.loads(sys.argv[1])
     path = settings["path"]
     config = EngineConfig(
-        model=ModelConfig(model=path, served_model_name=["mock", "alias"]),
+        model=ModelConfig(model=path, served_model_name=["mock", "alias"], **settings["model"]),
         scheduler=SchedulerConfig(**settings["scheduler"]),
     )
     command = (sys.executable, str(MOCK_ENGINE), json.dumps(settings["engine"]))

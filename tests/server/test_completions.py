@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from tests.server import mock_server
+
 
 def chat(content, **body):
     return {"messages": [{"role": "user", "content": content}], **body}
@@ -252,3 +254,28 @@ def test_bad_words_and_long_id_lists(server):
     assert server.complete("say:x", bad_words=["q", "zz"])["choices"][0]["text"] == "x"
     answer = server.complete([list(b"say:a") * 10000], truncate_prompt_tokens=5)
     assert answer["choices"][0]["text"] == "a"
+
+
+def test_server_without_a_tokenizer_serves_token_ids():
+    forced = {"enable_force_include_usage": True}
+    with mock_server.start(server=forced, model={"skip_tokenizer_init": True}) as server:
+        ids = list(b"say:abc")
+        answer = server.complete(ids, return_token_ids=True, logprobs=1)
+        assert answer["choices"][0]["token_ids"] == [*b"abc", 257]
+        assert answer["choices"][0]["text"] == ""
+        assert answer["choices"][0]["logprobs"]["tokens"][0] == "token_id:97"
+        events = server.events("/v1/completions", prompt=ids, return_token_ids=True)
+        streamed = [t for e in events for c in e["choices"] for t in c["token_ids"]]
+        assert streamed == [*b"abc", 257]
+        assert events[-1]["usage"] == answer["usage"]
+        for path, body, field in (
+            ("/v1/completions", {"prompt": "text"}, "prompt"),
+            ("/v1/completions", {"prompt": ids, "stop": "a"}, "stop"),
+            ("/v1/completions", {"prompt": ids, "bad_words": ["a"]}, "bad_words"),
+            ("/v1/completions", {"prompt": ids, "echo": True}, "echo"),
+            ("/v1/chat/completions", chat("x"), "messages"),
+            ("/tokenize", {"prompt": "x"}, "prompt"),
+        ):
+            answer = server.post(path, **body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert "Traceback" not in server.log
