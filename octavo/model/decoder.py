@@ -79,7 +79,8 @@ class Embedding:
 
     def __init__(self, spec: DecoderSpec, make_linear: Any) -> None:
         self.spec = spec
-        self.head: Linear = make_linear((("head", spec.vocab_size),), spec.hidden_size)
+        parts = (("head", spec.vocab_size),)
+        self.head: Linear = make_linear(parts, spec.hidden_size, epilogue="logits")
         self.weight: Tensor
 
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -196,7 +197,7 @@ class Model:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [r, hidden] rows of ``forward``. Returns FP32 [r, vocab]."""
-        return self.embedding.head(hidden).float()
+        return self.embedding.head(hidden)
 
 
 @torch.inference_mode()

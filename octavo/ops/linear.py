@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.ops.registry import register
 
-Epilogue = Literal["none", "silu_mul", "add"]
+Epilogue = Literal["none", "silu_mul", "add", "logits"]
 Apply = Callable[..., Tensor]
 
 
@@ -26,8 +26,14 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
     weights: each [out_i, in]; x: [T, in]; bias: [sum out_i].
     ``none``: y. ``add``: y + other, other [T, out]; the others take none. ``silu_mul``: the weights
     are the gate's and the up projection's, of equal size; silu(y_gate) * y_up, [T, out / 2].
+    ``logits``: y in FP32; a version may round its products to x's dtype, but not those close to a
+    row's largest, which decide what is drawn.
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
+
+    def logits(x: Tensor, other: Tensor | None = None) -> Tensor:
+        y = F.linear(x.float(), weight.float())
+        return y if bias is None else y + bias.float()
 
     def apply(x: Tensor, other: Tensor | None = None) -> Tensor:
         y = F.linear(x, weight, bias)
@@ -35,7 +41,7 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
             return y + other
         return silu_mul(y) if epilogue == "silu_mul" else y
 
-    return apply
+    return logits if epilogue == "logits" else apply
 
 
 def silu_mul(x: Tensor) -> Tensor:

@@ -56,6 +56,18 @@ def test_linear(version, dtype, rows, epilogue, bias):
     assert_close(version.call(weights, shift, epilogue)(x, other), expected, version, dtype)
 
 
+@pytest.mark.parametrize(("version", "dtype"), cases("linear"))
+def test_logits_near_the_largest_are_exact_in_fp32(version, dtype):
+    x, weight = (randn(5, 96) * 8).to(dtype), randn(400, 96, seed=1).to(dtype)
+    found = version.call([weight], None, "logits")(x)
+    exact = x.double() @ weight.double().T
+    assert found.dtype == torch.float32
+    assert_close(found, exact, version, dtype)
+    leading = exact >= exact.amax(-1, keepdim=True) - 0.5
+    assert (found - exact).abs()[leading].max() <= 1e-3
+    assert torch.equal(found.argmax(-1), exact.argmax(-1))
+
+
 @dataclass
 class Columns:
     positions: torch.Tensor
