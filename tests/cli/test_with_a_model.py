@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def test_offline_benchmarks_write_their_figures(model_r: Path, tmp_path: Path) -
     assert main(["bench", "latency", *common, str(file), *sizes, *rounds]) == 0
     figures = json.loads(file.read_text())
     assert len(figures["latencies"]) == 3 and figures["avg_latency"] > 0
+    assert [t.name for t in threading.enumerate() if t.name.startswith("octavo")] == []
 
 
 def test_startup_is_measured_to_the_first_token(model_r: Path, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +17,9 @@ from octavo.cli.bench.offline import as_prompt, load_llm
 from octavo.cli.console import CountLine, table
 from octavo.config import EngineConfig, flag
 from octavo.types import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -41,7 +46,24 @@ COMMAND = Command(
 
 def run(arguments: Arguments) -> int:
     options = arguments.build(LatencyOptions)
-    llm = load_llm(arguments)
+    with closing(load_llm(arguments)) as llm:
+        seconds = _measure(llm, options)
+    percentiles = {str(p): float(np.percentile(seconds, p)) for p in _PERCENTILES}
+    rows = [("mean", f"{np.mean(seconds):.4f} s"), ("best", f"{min(seconds):.4f} s")]
+    rows += [(f"p{p}", f"{value:.4f} s") for p, value in percentiles.items()]
+    print(table(rows))
+    if options.output_json:
+        figures = {
+            "avg_latency": float(np.mean(seconds)),
+            "latencies": seconds,
+            "percentiles": percentiles,
+        }
+        Path(options.output_json).write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def _measure(llm: LLM, options: LatencyOptions) -> list[float]:
+    """Seconds of each measured batch; every batch has prompts of its own."""
     rng = np.random.default_rng(0)
     params = SamplingParams(
         n=options.n, temperature=1.0, ignore_eos=True, max_tokens=options.output_len
@@ -57,15 +79,4 @@ def run(arguments: Arguments) -> int:
             seconds.append(time.perf_counter() - begin)
         if progress:
             progress.show(i + 1)
-    percentiles = {str(p): float(np.percentile(seconds, p)) for p in _PERCENTILES}
-    rows = [("mean", f"{np.mean(seconds):.4f} s"), ("best", f"{min(seconds):.4f} s")]
-    rows += [(f"p{p}", f"{value:.4f} s") for p, value in percentiles.items()]
-    print(table(rows))
-    if options.output_json:
-        figures = {
-            "avg_latency": float(np.mean(seconds)),
-            "latencies": seconds,
-            "percentiles": percentiles,
-        }
-        Path(options.output_json).write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
+    return seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,6 @@ COMMAND = Command(
 def run(arguments: Arguments) -> int:
     options = arguments.build(ThroughputOptions)
     samples = load_dataset(options, None)
-    llm = load_llm(arguments)
     params = [
         SamplingParams(
             n=options.n, temperature=1.0, ignore_eos=True, max_tokens=s.num_output_tokens
@@ -41,9 +41,10 @@ def run(arguments: Arguments) -> int:
         for s in samples
     ]
     prompts = [as_prompt(sample.prompt) for sample in samples]
-    begin = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=not options.disable_tqdm)
-    seconds = time.perf_counter() - begin
+    with closing(load_llm(arguments)) as llm:
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=not options.disable_tqdm)
+        seconds = time.perf_counter() - begin
     num_input = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     figures = {
