@@ -53,16 +53,10 @@ class PrefixKeys:
 
     def extend(self, ids: Int32) -> None:
         """Brings the chain up to all full blocks of ``ids`` (int32, the whole sequence)."""
-        size = self.block_size
-        for index in range(len(self.keys), len(ids) // size):
-            self.key(index, ids[index * size : (index + 1) * size].tobytes())
-
-    def key(self, index: int, block_ids: bytes) -> bytes:
-        """Key of block ``index``, whose ids are these; the chain reaches at least to its parent."""
-        keys = self.keys
-        if index == len(keys):
-            keys.append(chain_key(keys[-1] if keys else self.root, block_ids))
-        return keys[index]
+        size, keys = self.block_size, self.keys
+        for index in range(len(keys), len(ids) // size):
+            block_ids = ids[index * size : (index + 1) * size].tobytes()
+            keys.append(chain_key(self.parent(index), block_ids))
 
     def parent(self, index: int) -> bytes:
         """Key of what stands before block ``index``."""
@@ -119,12 +113,11 @@ class BlockPool:
 
         The caller has checked ``num_free``; KeyError otherwise.
         """
-        blocks = []
-        for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            self._forget_free(block)
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            if self._parent[block] is not None:
+                self._forget_free(block)
             self._references[block] = 1
-            blocks.append(block)
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -167,7 +160,8 @@ class BlockPool:
         else:
             return None
         del self._free[candidate]
-        self._forget_free(candidate)
+        if self._parent[candidate] is not None:
+            self._forget_free(candidate)
         self._references[candidate] = 1
         self._pinned.append(block)
         return candidate
@@ -241,19 +235,18 @@ class BlockPool:
     def forget_all(self) -> None:
         """Drops all content (reset of the prefix cache, or after a failed step)."""
         for block in range(self.num_blocks):
-            if self._references[block] == 0 and self._parent[block] is not None:
-                self.num_cached -= 1
-            self._forget(block)
+            if self._parent[block] is not None:
+                self._forget(block)
+        self.num_cached = 0
 
     def _forget_free(self, block: int) -> None:
-        if self._parent[block] is not None:
-            self.num_cached -= 1
-            self._forget(block)
+        """A cached block is taken for something else."""
+        self.num_cached -= 1
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         parent, key = self._parent[block], self._key[block]
-        if parent is None:
-            return
+        assert parent is not None, f"block {block} has no content to forget"
         siblings = self._children[parent]
         del siblings[block]
         if not siblings:

@@ -56,15 +56,19 @@ class PrefixIndex:
     def advance(self, request: Request, ids: Int32) -> None:
         """``ids``: all tokens whose KV is in issued plans and whose ids are known. Makes the blocks
         that are now full findable."""
-        size, chain = self.pool.block_size, request.chain
-        full = len(ids) // size
-        for index in range(request.num_registered, full):
+        size, keys = self.pool.block_size, request.chain.keys
+        first, full = request.num_registered, len(ids) // size
+        parent = request.chain.parent(first)
+        for index in range(first, full):
             block_ids = ids[index * size : (index + 1) * size].tobytes()
-            key = chain.key(index, block_ids)
-            self.pool.register(request.blocks[index], chain.parent(index), block_ids, key)
+            if index == len(keys):
+                keys.append(chain_key(parent, block_ids))
+            key = keys[index]
+            self.pool.register(request.blocks[index], parent, block_ids, key)
             if request.pending_keys and self._computing.get(key) is request:
                 del self._computing[key]
-        if full > request.num_registered:
+            parent = key
+        if full > first:
             request.num_registered = full
 
     def complete(self, request: Request, ids: Int32) -> None:

@@ -269,13 +269,12 @@ class Scheduler:
         complete = valid - valid % size > running.registered[slots]
         if running.entered:
             complete |= np.isin(slots, list(running.entered)) & (valid == running.known[slots])
-        rows = np.nonzero(complete)[0]
-        for slot, count in zip(slots[rows].tolist(), valid[rows].tolist()):
-            request = running.at(slot)
-            tokens = running.tokens[slot, :count]
+        slots, valid = slots[complete], valid[complete]
+        running.registered[slots] = valid - valid % size
+        for slot, count in zip(slots.tolist(), valid.tolist()):
+            request, tokens = running.at(slot), running.tokens[slot, :count]
             self.prefix.advance(request, tokens)
-            running.registered[slot] = request.num_registered * size
-            if slot in running.entered and count == running.known[slot]:
+            if running.entered and slot in running.entered and count == running.known[slot]:
                 running.entered.discard(slot)
                 self.prefix.complete(request, tokens)
 
