@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
 from octavo.core.plan import StepPlan, StepResult
@@ -23,27 +23,11 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 
-class Executor(Protocol):
-    """Runs plans strictly in the order they were submitted."""
-
-    def start(self, progress: Progress) -> WorkerInfo:
-        """Loads the model. Raises ConfigError when it cannot be used; nothing runs then."""
-
-    def submit(self, plan: StepPlan) -> None:
-        """Queues a plan; never blocks."""
-
-    def ready(self) -> bool:
-        """Whether ``collect`` would return at once."""
-
-    def collect(self) -> StepResult:
-        """The oldest result not yet collected, waiting for it. Raises StepFailed for its step."""
-
-    def shutdown(self) -> None:
-        """Ends after the plans already submitted. Idempotent."""
-
-
 class UniExecutor:
-    """One worker, on a thread of this process: plan N + 1 is built while N computes."""
+    """One worker, on a thread of this process: plan N + 1 is built while N computes.
+
+    Implements engine.engine.Executor: plans run strictly in the order they were submitted.
+    """
 
     def __init__(self, config: EngineConfig, path: Path) -> None:
         self._config = config
@@ -54,6 +38,7 @@ class UniExecutor:
         self._thread: threading.Thread | None = None
 
     def start(self, progress: Progress) -> WorkerInfo:
+        """Loads the model. Raises ConfigError when it cannot be used; nothing runs then."""
         self._thread = threading.Thread(
             target=self._work, args=(progress,), name="octavo-worker", daemon=True
         )
@@ -65,18 +50,22 @@ class UniExecutor:
         return outcome
 
     def submit(self, plan: StepPlan) -> None:
+        """Queues a plan; never blocks."""
         self._plans.put(plan)
 
     def ready(self) -> bool:
+        """Whether ``collect`` would return at once."""
         return not self._results.empty()
 
     def collect(self) -> StepResult:
+        """The oldest result not yet collected, waiting for it. Raises StepFailed for its step."""
         outcome = self._results.get()
         if isinstance(outcome, StepFailed):
             raise outcome
         return outcome
 
     def shutdown(self) -> None:
+        """Ends after the plans already submitted. Idempotent."""
         if self._thread is not None:
             self._plans.put(None)
             self._thread.join()
