@@ -74,7 +74,7 @@ soak: install-test  ## 200 streaming clients with random aborts for five minutes
 	@$(BIN)/python -m benchmarks.soak
 
 bench-guide: install-test  ## the guide's claims, measured on this machine
-	@$(BIN)/python -m benchmarks.guide
+	@$(BIN)/python -m benchmarks.guide_claims
 
 clean:  ## remove build outputs and caches
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
