@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from octavo.config import limit_spinning
 from tests.fixtures import models, server
 from tests.fixtures.scripted import ScriptedModel, scripted_model
+
+limit_spinning()  # tests import torch before an engine could
 
 # CI runs the same examples every time; a developer who changed the scheduler explores new ones.
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)

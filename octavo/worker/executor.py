@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, limit_spinning
 from octavo.core.plan import StepPlan, StepResult
 from octavo.types import StepFailed
 from octavo.worker.info import PhaseClock, WorkerInfo
@@ -98,6 +98,7 @@ def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[
     """A started runner; its thread must be the one that executes (torch's thread count is its)."""
     clock = PhaseClock(progress)
     clock.enter("import torch")
+    limit_spinning()
     from octavo.worker.runner import Runner
 
     imported = clock.finish()
