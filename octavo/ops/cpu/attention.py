@@ -21,6 +21,7 @@ from octavo.ops.registry import register
 
 QUERY_BLOCK = 128  # queries of a long row handled at a time
 GROUP_WASTE = 1024  # padded cache places that cost about as much as one more group
+FLASH_PLACES = 512  # rows x places up to which one flash call beats two batched matmuls
 
 
 @dataclass(slots=True)
@@ -35,11 +36,13 @@ class _Keys:
 @dataclass(slots=True)
 class _Group:
     """Decode rows with contexts of like length. ``index``: their token rows, None for rows
-    0 .. m - 1. ``mask``: [m * kv_heads, 1, places], 0 or -inf; None where ``places`` all count."""
+    0 .. m - 1. ``mask``: [m, 1, 1, places] if ``flash`` else [m * kv_heads, 1, places], 0 or -inf;
+    None where ``places`` all count."""
 
     index: Tensor | None
     keys: _Keys
     places: int
+    flash: bool
     mask: Tensor | None
 
 
@@ -160,16 +163,20 @@ class CPUPagedAttention:
         keys = self._keys(batch, rows, firsts, width)
         lengths = [batch.seq_lens_host[row] for row in rows]
         if len(rows) == 1 and self.geometry.window is None:
-            return _Group(index, keys, lengths[0], None)
+            return _Group(index, keys, lengths[0], lengths[0] <= FLASH_PLACES, None)
         places = width * batch.block_size
+        flash = len(rows) * places <= FLASH_PLACES
         position = torch.tensor(firsts)[:, None] * batch.block_size + torch.arange(places)
         last = torch.tensor(lengths)[:, None] - 1
         hidden = position > last
         if self.geometry.window is not None:
             hidden |= position <= last - self.geometry.window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        mask = mask.repeat_interleave(self.geometry.num_kv_heads, dim=0).unsqueeze(1)
-        return _Group(index, keys, places, mask)
+        if flash:
+            mask = mask[:, None, None]
+        else:
+            mask = mask.repeat_interleave(self.geometry.num_kv_heads, dim=0).unsqueeze(1)
+        return _Group(index, keys, places, flash, mask)
 
     def _keys(self, batch: BatchColumns, rows: list[int], firsts: list[int], width: int) -> _Keys:
         """``width`` blocks of each row from its block ``firsts`` on; past a row's end any block
@@ -256,20 +263,32 @@ class CPUPagedAttention:
     def _attend_group(
         self, query: Tensor, cache: Tensor, group: _Group, decode_rows: int, out: Tensor
     ) -> None:
-        rows, dim = group.keys.rows, self.geometry.head_dim
-        key, value = self._gather(cache, group.keys)
+        rows, kv_heads, dim = group.keys.rows, self.geometry.num_kv_heads, self.geometry.head_dim
+        key, value = (t[:, : group.places] for t in self._gather(cache, group.keys))
         mine = query[:decode_rows] if group.index is None else query.index_select(0, group.index)
-        mine = mine.reshape(rows * self.geometry.num_kv_heads, self._group, dim)
-        key = key[:, : group.places].transpose(1, 2)
-        if group.mask is None:
-            scores = torch.bmm(mine, key).mul_(self.geometry.scale)
+        if group.flash:
+            found = F.scaled_dot_product_attention(
+                mine.view(rows, kv_heads, self._group, dim),
+                key.view(rows, kv_heads, group.places, dim),
+                value.view(rows, kv_heads, group.places, dim),
+                group.mask,
+                scale=self.geometry.scale,
+            )
         else:
-            scores = torch.baddbmm(group.mask, mine, key, alpha=self.geometry.scale)
-        found = torch.bmm(scores.softmax(-1), value[:, : group.places]).view(rows, -1)
+            mine = mine.reshape(rows * kv_heads, self._group, dim)
+            found = torch.bmm(self._scores(mine, key, group.mask).softmax(-1), value)
+        found = found.reshape(rows, -1)
         if group.index is None:
             out[:decode_rows] = found
         else:
             out.index_copy_(0, group.index, found)
+
+    def _scores(self, query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
+        """query [m, i, d], key [m, j, d] -> scale * query @ key.T + mask, [m, i, j]."""
+        start = query.new_zeros(1) if mask is None else mask  # unused where beta is 0
+        return torch.baddbmm(
+            start, query, key.transpose(1, 2), beta=mask is not None, alpha=self.geometry.scale
+        )
 
     def _attend_row(self, heads: Tensor, cache: Tensor, row: _Row, out: Tensor) -> None:
         hq, kv_heads, dim = (
@@ -286,8 +305,7 @@ class CPUPagedAttention:
             count = block.end - block.start
             query = heads[block.start : block.end, :hq].view(count, kv_heads, self._group, dim)
             query = query.permute(1, 2, 0, 3).reshape(kv_heads, self._group * count, dim)
-            scores = torch.bmm(query, key[:, block.low : block.high].transpose(1, 2))
-            scores.mul_(self.geometry.scale)
+            scores = self._scores(query, key[:, block.low : block.high])
             scores[:, :, -block.mask.shape[1] :] += block.mask
             found = torch.bmm(scores.softmax(-1), value[:, block.low : block.high])
             target = out[block.start : block.end].view(count, kv_heads, self._group, dim)

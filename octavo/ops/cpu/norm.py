@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops.registry import register
 
+FEW_ROWS = 8
+
 
 @register("rms_norm", "aten", lambda device, dtype: device == "cpu")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """ATen's own composite: half of the definition's calls."""
+    """For few rows, where calls cost more than numbers, through layer norm, which ATen has as one
+    kernel: (x, -x) has mean 0 and variance mean(x^2). Half the time of F.rms_norm at one row."""
+    if x.dim() == 2 and len(x) <= FEW_ROWS:
+        size = x.shape[1]
+        normed = torch.layer_norm(torch.cat((x, -x), dim=1), (2 * size,), None, None, eps)
+        return normed[:, :size] * weight
     return F.rms_norm(x, weight.shape, weight, eps)
