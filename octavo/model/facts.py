@@ -30,16 +30,20 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     merged over it. Raises ConfigError in one line."""
     path = Path(path)
     if is_gguf(path):
-        file = GGUFFile(path)
-        shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-        config = config_from_gguf(file.metadata, shapes, str(path))
+        config = gguf_config(GGUFFile(path))
     else:
         config = _read_json(path / "config.json")
         if "text_config" in config:
             raise ConfigError(
                 f"{path / 'config.json'}: text_config marks a multimodal model; text decoders only"
             )
-    return _merged(config, overrides or {})
+    return merged(config, overrides or {})
+
+
+def gguf_config(file: GGUFFile) -> dict[str, Any]:
+    """An opened GGUF file's metadata in the words of a config.json."""
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    return config_from_gguf(file.metadata, shapes, str(file.path))
 
 
 def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> DecoderSpec:
@@ -109,12 +113,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _merged(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def merged(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Objects merge key by key, everything else is replaced."""
-    merged = dict(config)
+    result = dict(config)
     for key, value in overrides.items():
-        old = merged.get(key)
+        old = result.get(key)
         if isinstance(old, dict) and isinstance(value, Mapping):
-            value = _merged(old, value)
-        merged[key] = value
-    return merged
+            value = merged(old, value)
+        result[key] = value
+    return result

@@ -6,7 +6,6 @@ Block layouts: https://github.com/ggml-org/ggml (ggml-common.h); a block holds 3
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,12 +19,12 @@ from octavo.types import ConfigError
 
 
 class GGUFSource:
-    def __init__(self, path: Path, spec: DecoderSpec, family: Family) -> None:
-        self.where = str(path)
+    def __init__(self, file: GGUFFile, spec: DecoderSpec, family: Family) -> None:
+        self.where = str(file.path)
         self.spec = spec
         self._names = family.gguf_names
         self._interleaves = family.gguf_interleaves
-        self._file = GGUFFile(path)
+        self._file = file
         self.shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
 
     def stored_name(self, name: str) -> str:

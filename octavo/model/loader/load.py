@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.checkpoint.gguf import GGUFFile
 from octavo.config import GIB, ModelConfig, available_memory
-from octavo.model.facts import build_spec, is_gguf, read_config
+from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_config
 from octavo.model.families.catalogue import family_of
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
@@ -24,21 +25,25 @@ if TYPE_CHECKING:
 
 def open_source(path: Path, config: ModelConfig) -> WeightSource:
     """The checkpoint at ``path`` as ``--load-format`` says; only headers are read."""
-    values = read_config(path, config.hf_overrides)
+    file = GGUFFile(path) if is_gguf(path) else None  # a long vocabulary is parsed once
+    if file is None:
+        values = read_config(path, config.hf_overrides)
+    else:
+        values = merged(gguf_config(file), config.hf_overrides)
     spec = build_spec(values, path)
     family = family_of(values, str(path))
     kind = config.load_format
     if kind == "auto":
-        kind = "gguf" if is_gguf(path) else "safetensors"
+        kind = "gguf" if file else "safetensors"
     if kind == "dummy":
         return DummySource(path, spec, config.seed)
-    if (kind == "gguf") != is_gguf(path):
+    if (kind == "gguf") != (file is not None):
         raise ConfigError(
-            f"--load-format {kind}: {path} is a "
-            f"{'GGUF file' if is_gguf(path) else 'directory'}; use --load-format auto"
+            f"--load-format {kind}: {path} is a {'GGUF file' if file else 'directory'}; "
+            "use --load-format auto"
         )
-    if kind == "gguf":
-        return GGUFSource(path, spec, family)
+    if file is not None:
+        return GGUFSource(file, spec, family)
     return SafetensorsSource(path, spec, family)
 
 
