@@ -28,7 +28,9 @@ class PlanBuilder:
         self._new_slots: list[int] = []
         self._new_counts: list[int] = []
         self._new: list[tuple[NewRequest, Int32]] = []
-        self._blocks: dict[int, tuple[int, list[int]]] = {}  # slot -> (table index, ids)
+        # New table entries, a column each: slot, index in its table, number of ids; and the ids.
+        self._grown: list[tuple[Int32, Int32, Int32]] = []
+        self._blocks: list[int] = []
         self._copies: list[tuple[int, int]] = []
 
     @property
@@ -39,13 +41,11 @@ class PlanBuilder:
         """The rows of requests that already run."""
         self._slots, self._counts = slots, counts
 
-    def add_blocks(self, slot: int, index: int, blocks: list[int]) -> None:
-        """New entries of a slot's block table from ``index`` on."""
-        self._blocks[slot] = (index, blocks)
-
-    def drop_blocks(self, slot: int) -> None:
-        """The slot was preempted in this very plan."""
-        self._blocks.pop(slot, None)
+    def add_blocks(self, slots: Int32, indices: Int32, counts: Int32, blocks: list[int]) -> None:
+        """``counts[i]`` of the blocks go to the table of ``slots[i]``, from ``indices[i]`` on.
+        Slots come in the order of the rows, each once."""
+        self._grown.append((slots, indices, counts))
+        self._blocks += blocks
 
     def add_copy(self, source: int, destination: int) -> None:
         self._copies.append((source, destination))
@@ -58,7 +58,7 @@ class PlanBuilder:
         self._new.append((new, request.tokens))
         self._new_slots.append(slot)
         self._new_counts.append(count)
-        self.add_blocks(slot, 0, list(request.blocks))
+        self.add_blocks(int32([slot]), int32([0]), int32([len(request.blocks)]), request.blocks)
 
     def build(self, step: int, freed_slots: list[int]) -> StepPlan:
         running = self._running
@@ -105,16 +105,13 @@ class PlanBuilder:
         indptr = np.zeros(len(slots) + 1, dtype=np.int32)
         if not self._blocks:
             return block_starts, indptr, EMPTY
+        grown, indices, counts = map(np.concatenate, zip(*self._grown))
         row_of = np.zeros(len(self._running.requests), dtype=np.int32)
         row_of[slots] = np.arange(len(slots), dtype=np.int32)
-        rows = row_of[list(self._blocks)]
-        updates = list(self._blocks.values())
-        block_starts[rows] = [index for index, _ in updates]
-        counts = np.zeros(len(slots), dtype=np.int32)
-        counts[rows] = [len(blocks) for _, blocks in updates]
-        np.cumsum(counts, out=indptr[1:])
-        ids = [block for entry in rows.argsort().tolist() for block in updates[entry][1]]
-        return block_starts, indptr, int32(ids)
+        rows = row_of[grown]
+        block_starts[rows] = indices
+        indptr[rows + 1] = counts
+        return block_starts, indptr.cumsum(dtype=np.int32), int32(self._blocks)
 
 
 def _pointers(lengths: list[int]) -> Int32:

@@ -58,9 +58,12 @@ class PrefixIndex:
         that are now full findable."""
         size, keys = self.pool.block_size, request.chain.keys
         first, full = request.num_registered, len(ids) // size
+        if full <= first:
+            return
+        raw, step = ids[first * size : full * size].tobytes(), size * ids.itemsize
         parent = request.chain.parent(first)
         for index in range(first, full):
-            block_ids = ids[index * size : (index + 1) * size].tobytes()
+            block_ids = raw[(index - first) * step : (index - first + 1) * step]
             if index == len(keys):
                 keys.append(chain_key(parent, block_ids))
             key = keys[index]
@@ -68,8 +71,7 @@ class PrefixIndex:
             if request.pending_keys and self._computing.get(key) is request:
                 del self._computing[key]
             parent = key
-        if full > first:
-            request.num_registered = full
+        request.num_registered = full
 
     def complete(self, request: Request, ids: Int32) -> None:
         """All that the request began with is computed: its open block is findable, nobody waits."""

@@ -166,11 +166,9 @@ class Scheduler:
             return None
         builder = PlanBuilder(self.running)
         rows, counts, budget, chunk_budget = self._share_budget()
-        if self._ensure_blocks(rows, counts, builder):
-            alive = np.isin(rows, self.running.order)
-            builder.set_rows(rows[alive], counts[alive])
-        else:
-            builder.set_rows(rows, counts)
+        rows, counts, preempted = self._extend_tables(rows, counts, builder)
+        builder.set_rows(rows, counts)
+        if not preempted:
             self._admit(builder, budget, chunk_budget)
         plan = self._issue(builder) if builder.num_rows else None
         self.pool.end_plan()
@@ -219,29 +217,32 @@ class Scheduler:
         cap = self.limits.long_prefill_threshold or need
         return max(0, min(need, cap, budget, chunk_budget))
 
-    def _ensure_blocks(self, rows: Int32, counts: Int32, builder: PlanBuilder) -> bool:
-        """Blocks for the rows that outgrow theirs; preempts from the end of the line when there
-        are none. True if it did."""
+    def _extend_tables(
+        self, rows: Int32, counts: Int32, builder: PlanBuilder
+    ) -> tuple[Int32, Int32, bool]:
+        """Blocks for the rows that outgrow theirs. While there are too few, the last in line is
+        preempted. Returns the rows and counts that are left, and whether any was."""
         running, size = self.running, self.pool.block_size
-        ends = running.computed[rows] + counts
-        outgrown = np.nonzero(ends > running.capacity[rows])[0]
+        held = running.capacity[rows] // size
+        missing = np.maximum(-(-(running.computed[rows] + counts) // size) - held, 0)
         preempted = False
-        for slot, end in zip(rows[outgrown].tolist(), ends[outgrown].tolist()):
-            request = running.requests[slot]
-            if request is None:
-                continue  # preempted a moment ago
-            missing = -(-end // size) - len(request.blocks)
-            while self.pool.num_free < missing and running.requests[slot] is request:
-                victim = int(running.order[-1])
-                builder.drop_blocks(victim)
-                self._preempt(victim)
-                preempted = True
-            if running.requests[slot] is request:
-                blocks = self.pool.take(missing)
-                builder.add_blocks(slot, len(request.blocks), blocks)
-                request.blocks += blocks
-                running.capacity[slot] = len(request.blocks) * size
-        return preempted
+        while (total := int(missing.sum())) > self.pool.num_free:
+            victim = int(running.order[-1])
+            self._preempt(victim)
+            preempted = True
+            left = rows != victim
+            rows, counts, held, missing = rows[left], counts[left], held[left], missing[left]
+        if total:
+            grown = missing > 0
+            slots, missing = rows[grown], missing[grown]
+            blocks = self.pool.take(total)
+            builder.add_blocks(slots, held[grown], missing, blocks)
+            running.capacity[slots] += missing * size
+            taken = 0
+            for slot, count in zip(slots.tolist(), missing.tolist()):
+                running.at(slot).blocks += blocks[taken : taken + count]
+                taken += count
+        return rows, counts, preempted
 
     def _preempt(self, slot: int) -> None:
         """Recompute later: the request goes back to the queue with its tokens, without blocks."""
