@@ -182,6 +182,27 @@ def test_attention_ignores_what_other_blocks_hold(version, dtype):
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
+def test_long_decode_rows_are_gathered_in_bounded_groups(monkeypatch):
+    """More groups, the same answer."""
+    from octavo.ops.cpu import attention as module
+
+    geometry = AttentionGeometry(4, 2, 16)
+    tables = torch.randperm(60, generator=torch.Generator().manual_seed(5)).view(6, 10).int()
+    batch = columns([100, 3, 159, 40, 150, 90], [1] * 6, tables, 16)
+    qkv = randn(6, 8 * 16).float()
+    filled = randn(60, 2, 2, 16, 16, seed=1).float()
+    results, counts = [], []
+    for limit in (16384, 320):
+        monkeypatch.setattr(module, "GROUP_PLACES", limit)
+        attention = module.CPUPagedAttention(geometry)
+        state = attention.prepare(batch, rope(geometry), torch.float32)
+        counts.append(len(state.groups))
+        assert all(group.keys.rows * group.places <= limit for group in state.groups)
+        results.append(attention(qkv.clone(), filled.clone(), state))
+    assert counts[0] < counts[1]
+    torch.testing.assert_close(results[0], results[1])
+
+
 def test_copy_blocks_reads_all_sources_first():
     cache = torch.arange(5.0).view(5, 1, 1)
     copy_blocks(cache, torch.tensor([[1, 2], [2, 3]]))

@@ -21,6 +21,7 @@ from octavo.ops.registry import register
 
 QUERY_BLOCK = 128  # queries of a long row handled at a time
 GROUP_WASTE = 1024  # padded cache places that cost about as much as one more group
+GROUP_PLACES = 16384  # most places gathered at once for several rows: bounds the scratch memory
 FLASH_PLACES = 512  # rows x places up to which one flash call beats two batched matmuls
 
 
@@ -94,6 +95,7 @@ class CPUPagedAttention:
         self.geometry = geometry
         self._group = geometry.num_heads // geometry.num_kv_heads
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._scratch = torch.empty(0)  # gathered keys and values of one group or row
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.geometry.num_kv_heads, block_size, self.geometry.head_dim)
@@ -134,8 +136,9 @@ class CPUPagedAttention:
         order = sorted(range(count), key=lambda row: -widths[row])
         cuts = [0]
         for i in range(1, count):
-            spared = widths[order[cuts[-1]]] - widths[order[i]]
-            if spared * size * (count - i) > GROUP_WASTE:
+            widest = widths[order[cuts[-1]]]
+            wasted = (widest - widths[order[i]]) * size * (count - i)
+            if wasted > GROUP_WASTE or (i - cuts[-1] + 1) * widest * size > GROUP_PLACES:
                 cuts.append(i)
         groups = []
         for low, high in zip(cuts, [*cuts[1:], count]):
@@ -256,7 +259,12 @@ class CPUPagedAttention:
     def _gather(self, cache: Tensor, keys: _Keys) -> tuple[Tensor, Tensor]:
         """Keys and values, each [rows * kv_heads, places, d]."""
         dim = self.geometry.head_dim
-        found = cache.view(-1, cache.shape[-2] * dim).index_select(0, keys.pieces)
+        width = cache.shape[-2] * dim
+        count = len(keys.pieces)
+        if self._scratch.numel() < count * width or self._scratch.dtype != cache.dtype:
+            self._scratch = cache.new_empty(count * width)
+        found = self._scratch[: count * width].view(count, width)
+        torch.index_select(cache.view(-1, width), 0, keys.pieces, out=found)
         key, value = found.view(2, keys.rows * self.geometry.num_kv_heads, -1, dim).unbind(0)
         return key, value
 
