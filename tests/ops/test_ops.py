@@ -9,6 +9,7 @@ import torch
 
 from octavo.ops import registry
 from octavo.ops.attention import AttentionGeometry, TorchPagedAttention, copy_blocks
+from octavo.ops.cpu import linear as cpu_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -66,6 +67,24 @@ def test_logits_near_the_largest_are_exact_in_fp32(version, dtype):
     leading = exact >= exact.amax(-1, keepdim=True) - 0.5
     assert (found - exact).abs()[leading].max() <= 1e-3
     assert torch.equal(found.argmax(-1), exact.argmax(-1))
+
+
+@pytest.mark.parametrize(("version", "dtype"), cases("linear"))
+def test_flat_logits_take_no_more_memory_than_others(version, dtype, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "_GATHERED_BYTES", 4 * 96 * 100)
+    largest = 0
+    vecdot = torch.linalg.vecdot
+
+    def spy(left, right):
+        nonlocal largest
+        largest = max(largest, len(right))
+        return vecdot(left, right)
+
+    monkeypatch.setattr(torch.linalg, "vecdot", spy)
+    x, weight = (randn(5, 96) / 100).to(dtype), randn(400, 96, seed=1).to(dtype) / 100
+    found = version.call([weight], None, "logits")(x)
+    assert (found - x.double() @ weight.double().T).abs().max() <= 1e-6
+    assert largest <= 100
 
 
 @dataclass

@@ -18,6 +18,8 @@ _ROWS_HINT = 16
 # Logits within this of a row's largest are computed again in FP32. BF16 rounds to steps of 1/8 from
 # 16 on and of 1/4 from 32 on: without it, ties decide what a greedy row draws.
 _LEADERS = 0.75
+# Their weight rows are gathered so many bytes at a time: flat logits are all near the largest.
+_GATHERED_BYTES = 32 << 20
 
 
 def has_bf16() -> bool:
@@ -59,9 +61,11 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
 
     def logits(x: Tensor, other: Tensor | None = None) -> Tensor:
         y = plain(x).float()
-        rows, ids = (y >= y.amax(-1, keepdim=True) - _LEADERS).nonzero(as_tuple=True)
-        exact = torch.linalg.vecdot(x[rows].float(), weight[ids].float())
-        y[rows, ids] = exact if bias is None else exact + bias[ids].float()
+        leaders = (y >= y.amax(-1, keepdim=True) - _LEADERS).nonzero()
+        for part in leaders.split(max(1, _GATHERED_BYTES // (4 * weight.shape[-1]))):
+            rows, ids = part.unbind(-1)
+            exact = torch.linalg.vecdot(x[rows].float(), weight[ids].float())
+            y[rows, ids] = exact if bias is None else exact + bias[ids].float()
         return y
 
     return {"none": plain, "add": add, "logits": logits}[epilogue]
