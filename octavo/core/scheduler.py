@@ -50,7 +50,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    chunked_prefill: bool = True
+    chunked_prefill: bool = True  # False: max_num_batched_tokens >= max_model_len, or some starve
     long_prefill_threshold: int = 0  # 0: no cap
     max_in_flight: int = 2
 

@@ -39,7 +39,8 @@ def plan_memory(
 
     ``bytes_per_block``: bytes of a block of so many tokens, all layers. ``model_length``: the most
     positions the model knows. ``available``: bytes free after loading. Raises ConfigError for an
-    explicit length beyond the model or the cache, and for a cache too small for anything.
+    explicit length beyond the model, the cache or an unchunked step, and for a cache too small for
+    anything.
     """
     reasons: dict[str, str] = {}
 
@@ -73,25 +74,39 @@ def plan_memory(
             f"tokens: use --max-model-len {model_length} or less"
         )
     length = model_length if asked_length is None or fitted else asked_length
+    if not config.scheduler.enable_chunked_prefill and length > tokens:
+        if config.scheduler.max_num_batched_tokens is None:
+            tokens = length
+            reasons["max_num_batched_tokens"] = "the maximum length: no prompt is split"
+        elif fitted:
+            length = tokens
+        else:
+            raise ConfigError(
+                f"--max-model-len {length} is above --max-num-batched-tokens {tokens}, and without "
+                f"chunked prefill a step takes whole prompts: use --max-num-batched-tokens {length}"
+            )
     most = seqs * blocks_for(length, size)
     num_blocks = _count_blocks(config.cache, block_bytes, available, most, reasons)
 
     if not fitted and blocks_for(length, size) > num_blocks:
         raise ConfigError(_too_long(config.cache, length, num_blocks, size, block_bytes, available))
     if fitted:
-        fits = min(model_length, num_blocks * size)
-        if fits < min(SHORTEST_LENGTH, model_length):
+        fits = min(length, num_blocks * size)
+        if fits < min(SHORTEST_LENGTH, length):
             raise ConfigError(
                 f"the KV cache holds {num_blocks} blocks of {size} tokens ({block_bytes} bytes "
                 f"each): not even a request of {SHORTEST_LENGTH} tokens fits; use "
                 f"--kv-cache-memory-bytes {_need(SHORTEST_LENGTH, size, block_bytes)} or more"
             )
-        reasons["max_model_len"] = (
-            "the model's maximum"
-            if fits == model_length
-            else f"lowered from the model's {model_length}: the KV cache holds {num_blocks} "
-            f"blocks of {size} tokens"
-        )
+        lowered = f"lowered from the model's {model_length}: "
+        if fits == model_length:
+            reasons["max_model_len"] = "the model's maximum"
+        elif fits == length:
+            reasons["max_model_len"] = lowered + "no prompt is split (--max-num-batched-tokens)"
+        else:
+            reasons["max_model_len"] = (
+                f"{lowered}the KV cache holds {num_blocks} blocks of {size} tokens"
+            )
         length = fits
     return MemoryPlan(size, num_blocks, num_blocks * block_bytes, length, seqs, tokens, reasons)
 

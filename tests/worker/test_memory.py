@@ -17,12 +17,18 @@ def planned(
     available: int = 8 * GIB,
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    chunked: bool = True,
     **cache: int,
 ) -> MemoryPlan:
     config = EngineConfig(
         model=ModelConfig(max_model_len=max_model_len),
         cache=CacheConfig(**cache),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=chunked,
+        ),
     )
     return plan_memory(config, lambda size: size * TOKEN_BYTES, length, available)
 
@@ -88,3 +94,15 @@ def test_a_length_above_the_models_is_refused() -> None:
 def test_a_cache_too_small_for_anything_is_refused() -> None:
     with pytest.raises(ConfigError, match="use --kv-cache-memory-bytes 16000 or more"):
         planned(kv_cache_memory_bytes=100)
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_request() -> None:
+    plan = planned(chunked=False)
+    assert plan.max_num_batched_tokens == plan.max_model_len == 4096
+    assert "split" in plan.reasons["max_num_batched_tokens"]
+    assert planned(chunked=False, max_model_len=100).max_num_batched_tokens == 2048
+    lowered = planned(chunked=False, max_num_batched_tokens=512)
+    assert (lowered.max_num_batched_tokens, lowered.max_model_len) == (512, 512)
+    assert "--max-num-batched-tokens" in lowered.reasons["max_model_len"]
+    with pytest.raises(ConfigError, match=r"1000 is above --max-num-batched-tokens 512"):
+        planned(chunked=False, max_num_batched_tokens=512, max_model_len=1000)
