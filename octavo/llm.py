@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +16,7 @@ from octavo.assembly import Answer, Assembler
 from octavo.checkpoint.locate import ModelFiles, locate
 from octavo.config import EngineConfig, from_flags
 from octavo.engine.admission import prepare
-from octavo.engine.messages import AddRequest, EngineInfo, EngineStats, Outputs
+from octavo.engine.messages import EngineInfo, EngineStats, Outputs
 from octavo.text.chat import ChatTemplate, check_template_variables, load_chat_template
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.types import EngineDead, InvalidRequest, RequestOutput, SamplingParams
@@ -113,6 +114,10 @@ class LLM(_Frontend):
     Raises ConfigError when the model or a setting cannot be used.
     """
 
+    def __init__(self, model: str, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self._usable = True
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -120,7 +125,8 @@ class LLM(_Frontend):
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes each prompt. All are queued at once and batched continuously; results come in
-        the order of the prompts. ``use_tqdm`` shows a progress bar.
+        the order of the prompts. ``use_tqdm`` shows a progress bar. Ctrl-C ends it after the step
+        that runs, and the engine stays usable; a second one ends it, and the engine, at once.
 
         Raises InvalidRequest before anything runs if one of them can never run.
         """
@@ -161,6 +167,7 @@ class LLM(_Frontend):
 
     def close(self) -> None:
         """Ends the worker thread; the model's memory goes with this object."""
+        self._usable = False
         self.executor.shutdown()
 
     def _params_for(
@@ -180,25 +187,35 @@ class LLM(_Frontend):
         return list(given)
 
     def _run(self, answers: list[Answer], show_progress: bool) -> list[RequestOutput]:
+        if not self._usable:
+            raise EngineDead("the engine was closed, or stopped in the middle of a step")
         assembler = Assembler()
-        for answer in answers:
-            assembler.add(answer)
-            self.engine.add(answer.request)
-        try:
-            with _Progress(len(answers), show_progress) as progress:
+        total = sum(answer.request.params.n for answer in answers)
+        with _InterruptBetweenSteps() as interrupt, _Progress(total, show_progress) as progress:
+            try:
+                for answer in answers:
+                    assembler.add(answer)
+                    self.engine.add(answer.request)
                 while self.engine.has_work:
                     outputs = self.engine.step()
                     if outputs is not None:
                         self.engine.abort(assembler.apply(outputs))
-                        progress.update(answers, outputs)
-        except BaseException:  # Ctrl-C included: the engine stays usable
-            self.engine.abort([h for answer in answers for h in answer.open_handles])
-            while self.engine.has_work:
-                self.engine.step()
-            raise
+                        progress.update(outputs)
+                    interrupt.check()
+            except BaseException:
+                self._abandon(answers)
+                raise
         for answer in answers:
             answer.raise_failure()
         return [answer.output() for answer in answers]
+
+    def _abandon(self, answers: list[Answer]) -> None:
+        """Empties the engine of these; it is usable again once that has gone through."""
+        self._usable = False
+        self.engine.abort([h for answer in answers for h in answer.open_handles])
+        while self.engine.has_work:
+            self.engine.step()
+        self._usable = True
 
 
 class AsyncLLM(_Frontend):
@@ -215,6 +232,7 @@ class AsyncLLM(_Frontend):
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._assembler = Assembler()
         self._waiters: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Any]]] = {}
+        self._end: EngineDead | None = None  # set before those who wait are told
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._thread.start()
 
@@ -225,14 +243,14 @@ class AsyncLLM(_Frontend):
         request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the answer as it grows, after each step that added to it."""
-        if not self._thread.is_alive():
-            raise EngineDead("the engine was closed or has failed")
         params = sampling_params or self.get_default_sampling_params()
         answer = self._answer(prompt, params, request_id)
         waiting: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         self._waiters[answer.request.handle] = (asyncio.get_running_loop(), waiting)
-        self._inbox.put(lambda: self._add(answer))
         try:
+            if self._end is not None:  # after the entry above, so that nobody waits unseen
+                raise self._end
+            self._inbox.put(lambda: self._add(answer))
             finished = False
             while not finished:
                 output = await waiting.get()
@@ -241,7 +259,7 @@ class AsyncLLM(_Frontend):
                 finished = output.finished
                 yield output
         finally:
-            del self._waiters[answer.request.handle]
+            self._waiters.pop(answer.request.handle, None)
             if not answer.finished:
                 self._inbox.put(lambda: self._abort(answer))
 
@@ -258,20 +276,22 @@ class AsyncLLM(_Frontend):
         self.engine.abort(answer.open_handles)
 
     def _run(self) -> None:
-        error: Exception = EngineDead("the engine was closed")
+        end = EngineDead("the engine was closed")
         try:
             while self._read_inbox():
                 outputs = self.engine.step()
                 if outputs is not None:
                     self.engine.abort(self._assembler.apply(outputs))
                     for answer in self._assembler.touched:
-                        self._tell(answer.request, answer.failure or answer.output())
+                        if not self._tell(answer.request.handle, answer.failure or answer.output()):
+                            self._abort(answer)
         except Exception as failure:
             logger.exception("the engine cannot go on")
-            error = EngineDead(f"the engine failed: {failure}")
+            end = EngineDead(f"the engine failed: {failure}")
+        self._end = end
+        for handle in list(self._waiters):
+            self._tell(handle, end)
         self.executor.shutdown()
-        for loop, waiting in list(self._waiters.values()):
-            loop.call_soon_threadsafe(waiting.put_nowait, error)
 
     def _read_inbox(self) -> bool:
         """Carries out what was asked for; waits only when idle. False: close."""
@@ -282,15 +302,52 @@ class AsyncLLM(_Frontend):
             call()
         return True
 
-    def _tell(self, request: AddRequest, news: RequestOutput | Exception) -> None:
-        waiter = self._waiters.get(request.handle)
-        if waiter is not None:
-            loop, waiting = waiter
+    def _tell(self, handle: int, news: RequestOutput | Exception) -> bool:
+        """False if the event loop that waits for it has been closed."""
+        if (waiter := self._waiters.get(handle)) is None:
+            return True  # it has left, and said so
+        loop, waiting = waiter
+        try:
             loop.call_soon_threadsafe(waiting.put_nowait, news)
+        except RuntimeError:
+            self._waiters.pop(handle, None)
+            return False
+        return True
+
+
+class _InterruptBetweenSteps:
+    """Ctrl-C raises KeyboardInterrupt at ``check``, so that no step is left half done; a second one
+    raises it wherever it comes. A handler that the program has set stays in place."""
+
+    def __init__(self) -> None:
+        self._pending = False
+        self._installed = False
+
+    def __enter__(self) -> _InterruptBetweenSteps:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._installed = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        if self._pending:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: object) -> None:
+        if self._pending:
+            raise KeyboardInterrupt
+        self._pending = True
 
 
 class _Progress:
-    """A progress bar over finished prompts, with tokens per second; silent when not wanted."""
+    """A progress bar over finished answers, with tokens per second; silent when not wanted."""
 
     def __init__(self, total: int, show: bool) -> None:
         self._bar: Any = None
@@ -299,7 +356,7 @@ class _Progress:
 
             columns = (*Progress.get_default_columns(), TextColumn("{task.fields[speed]}"))
             self._bar = Progress(*columns)
-            self._task = self._bar.add_task("prompts", total=total, speed="")
+            self._task = self._bar.add_task("answers", total=total, speed="")
         self._tokens = 0
         self._began = time.monotonic()
 
@@ -312,16 +369,11 @@ class _Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, answers: list[Answer], outputs: Outputs) -> None:
+    def update(self, outputs: Outputs) -> None:
         self._tokens += len(outputs.tokens) // 4
-        if self._bar is None:
-            return
-        speed = f"{self._tokens / max(1e-3, time.monotonic() - self._began):.0f} tok/s"
-        if outputs.finished:
-            done = sum(answer.finished for answer in answers)
-            self._bar.update(self._task, completed=done, speed=speed)
-        else:
-            self._bar.update(self._task, speed=speed)
+        if self._bar is not None:
+            speed = f"{self._tokens / max(1e-3, time.monotonic() - self._began):.0f} tok/s"
+            self._bar.update(self._task, advance=len(outputs.finished), speed=speed)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,0 +1,127 @@
+"""LLM and AsyncLLM around the engine: interrupts, closed event loops, closed engines.
+
+What they answer is tested in tests/exactness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, AsyncLLM, SamplingParams
+from octavo.types import EngineDead, InvalidRequest, RequestOutput
+
+SETTINGS = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "cpu_threads": 1}
+PROMPT = [5, 6, 7]
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(model_r: Path) -> Iterator[LLM]:
+    made = LLM(str(model_r), **SETTINGS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def async_llm(model_r: Path) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(str(model_r), **SETTINGS)
+    yield made
+    made.close()
+
+
+def answer(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, SHORT, use_tqdm=False)[0].outputs[0].token_ids
+
+
+async def last(outputs: AsyncIterator[RequestOutput]) -> list[int]:
+    async for output in outputs:
+        found = output.outputs[0].token_ids
+    return found
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_ctrl_c_inside_a_step_leaves_the_engine_as_good_as_new(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answer(llm)
+    scheduler, calls = llm.engine.scheduler, 0
+    update = scheduler.update
+
+    def interrupted(result):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(result)
+
+    monkeypatch.setattr(scheduler, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPT, LONG, use_tqdm=False)
+    assert calls < 10
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.stats.blocks_used == 0 and answer(llm) == expected
+
+
+def test_a_refused_prompt_leaves_nothing_of_the_others_in_the_engine(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate([PROMPT, [10**6]], SHORT, use_tqdm=False)
+    assert not llm.engine.has_work
+
+
+def test_a_closed_llm_says_so(model_r: Path) -> None:
+    llm = LLM(str(model_r), **SETTINGS)
+    llm.close()
+    with pytest.raises(EngineDead, match="closed"):
+        answer(llm)
+
+
+def test_a_cancelled_consumer_frees_its_request(async_llm: AsyncLLM) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(last(async_llm.generate(PROMPT, LONG)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert until(lambda: not async_llm.engine.has_work) and async_llm.stats.blocks_used == 0
+
+
+def test_a_consumer_whose_event_loop_was_closed_costs_nobody_else_anything(
+    async_llm: AsyncLLM,
+) -> None:
+    abandoned = async_llm.generate(PROMPT, LONG)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(anext(abandoned))
+    loop.close()
+    assert until(lambda: not async_llm.engine.has_work)
+    assert len(asyncio.run(last(async_llm.generate(PROMPT, SHORT)))) == 8
+
+
+def test_closing_ends_open_requests_and_refuses_later_ones(model_r: Path) -> None:
+    llm = AsyncLLM(str(model_r), **SETTINGS)
+
+    async def main() -> None:
+        open_request = llm.generate(PROMPT, LONG)
+        await anext(open_request)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(EngineDead, match="closed"):
+            await last(open_request)
+        with pytest.raises(EngineDead, match="closed"):
+            await last(llm.generate(PROMPT, SHORT))
+
+    asyncio.run(main())
