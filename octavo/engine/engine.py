@@ -34,7 +34,7 @@ from octavo.engine.messages import (
     TokenLogprobRow,
     unpack_ids,
 )
-from octavo.types import InvalidRequest, StepFailed
+from octavo.types import FinishReason, InvalidRequest, RequestTimings, StepFailed
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._started: list[Started] = []
         self._rejected: list[Rejected] = []
+        self._failed: list[Finished] = []  # on arrival
         self._ended: list[Request] = []  # outside a step: nothing to compute
         self._submitted: deque[float] = deque()
         self._last_collect = 0.0
@@ -104,38 +105,54 @@ class Engine:
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._rejected or self._ended or self._scheduler.finished_early)
+        return bool(self._rejected or self._failed or self._ended or self._scheduler.finished_early)
 
     @property
     def scheduler(self) -> Scheduler:
         return self._scheduler
 
     def add(self, message: AddRequest) -> None:
-        """Queues the n choices of a request; what can never run comes back as Rejected."""
-        prompt = unpack_ids(message.prompt_ids)
-        params = message.params
-        root = root_key(message.salt, *self._model_facts)
+        """Queues the n choices of a request. What can never run comes back as Rejected, what fails
+        in any other way as Finished(ERROR): one request never stops the loop."""
+        handles = range(message.handle, message.handle + message.params.n)
         try:
-            self._scheduler.check_fits(len(prompt), message.max_tokens, params.n)
-            for choice in range(params.n):
-                request = Request(
-                    message.handle + choice,
-                    prompt,
-                    params,
-                    message.max_tokens,
-                    request_id=message.request_id,
-                    seed=self._seed_of(message, choice),
-                    priority=message.priority,
-                    arrival=message.arrival,
-                    chain=PrefixKeys(root, self.info.block_size),
-                    bad_words=message.bad_words,
-                )
+            choices = self._choices(message)
+        except InvalidRequest as error:
+            self._rejected += [Rejected(handle, str(error), error.param) for handle in handles]
+        except Exception as error:
+            logger.exception("request %s failed on arrival", message.request_id)
+            timings, text = (
+                RequestTimings(arrival=message.arrival),
+                f"{type(error).__name__}: {error}",
+            )
+            self._failed += [
+                Finished(handle, FinishReason.ERROR, None, timings, message=text)
+                for handle in handles
+            ]
+        else:
+            for request in choices:
                 self._scheduler.add(request)
                 self._requests[request.handle] = request
-        except InvalidRequest as error:
-            for choice in range(params.n):
-                handle = message.handle + choice
-                self._rejected.append(Rejected(handle, str(error), error.param))
+
+    def _choices(self, message: AddRequest) -> list[Request]:
+        prompt, n = unpack_ids(message.prompt_ids), message.params.n
+        self._scheduler.check_fits(len(prompt), message.max_tokens, n)
+        root = root_key(message.salt, *self._model_facts)
+        return [
+            Request(
+                message.handle + choice,
+                prompt,
+                message.params,
+                message.max_tokens,
+                request_id=message.request_id,
+                seed=self._seed_of(message, choice),
+                priority=message.priority,
+                arrival=message.arrival,
+                chain=PrefixKeys(root, self.info.block_size),
+                bad_words=message.bad_words,
+            )
+            for choice in range(n)
+        ]
 
     def abort(self, handles: list[int]) -> None:
         """Ends these now; unknown and ended ones are passed over. Finished(ABORT) follows."""
@@ -234,7 +251,8 @@ class Engine:
                     _prompt_rows(handle, update.plan, row, result.prompt_logprobs[row])
                     for row, handle in update.row_handles.items()
                 ]
-        outputs.finished = [self._finished(request) for request in ended]
+        outputs.finished = [*self._failed, *map(self._finished, ended)]
+        self._failed = []
         return outputs
 
     def _finished(self, request: Request) -> Finished:

@@ -84,6 +84,19 @@ def test_what_cannot_fit_is_rejected_and_costs_nobody_else_anything():
     assert tokens_of(told, 1) == continuation([5, 6], 4)
 
 
+def test_a_request_that_cannot_be_taken_in_ends_alone_and_the_loop_goes_on():
+    engine, _ = toy_engine()
+    damaged = add_request(1, [5, 6], 4, n=2)
+    damaged.prompt_ids = b"abc"
+    engine.add(damaged)
+    engine.add(add_request(3, [5, 6], 4))
+    told = run(engine)
+    ends = finishes(told)
+    assert [ends[handle].reason for handle in (1, 2)] == [FinishReason.ERROR] * 2
+    assert "buffer size" in ends[1].message
+    assert tokens_of(told, 3) == continuation([5, 6], 4)
+
+
 def test_an_abort_ends_the_request_and_drops_its_results_in_flight():
     engine, _ = toy_engine()
     engine.add(add_request(1, [5, 6], 40))
