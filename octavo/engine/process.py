@@ -56,18 +56,26 @@ class Heart(threading.Thread):
     def __init__(self, context: zmq.Context[Any], address: str, loop: EngineLoop) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._context, self._address, self._loop = context, address, loop
+        self._stopped = threading.Event()
 
     def run(self) -> None:
-        socket = self._context.socket(zmq.PUSH)
-        socket.linger = 0
-        socket.connect(self._address)
-        while True:
-            now = time.monotonic()
-            started = self._loop.engine.step_started
-            age = now - started if started is not None else 0.0
-            step = self._loop.engine.scheduler.counters.steps
-            socket.send(encoder.encode(Heartbeat(now, step, age)))
-            time.sleep(HEARTBEAT_SECONDS)
+        with self._context.socket(zmq.PUSH) as socket:
+            socket.connect(self._address)
+            self._beat(socket)
+            while not self._stopped.wait(HEARTBEAT_SECONDS):
+                self._beat(socket)
+
+    def stop(self) -> None:
+        """Its socket must be closed by its own thread, before the context ends."""
+        self._stopped.set()
+        self.join(HEARTBEAT_SECONDS)
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        now = time.monotonic()
+        started = self._loop.engine.step_started
+        age = now - started if started is not None else 0.0
+        step = self._loop.engine.scheduler.counters.steps
+        socket.send(encoder.encode(Heartbeat(now, step, age)))
 
 
 class EngineLoop:
@@ -81,6 +89,7 @@ class EngineLoop:
         self._outbox.connect(outbox_address)
         self._outbox_address = outbox_address
         self._config = config
+        self._heart: Heart | None = None
         self._draining = False
 
     def start(self) -> None:
@@ -91,7 +100,8 @@ class EngineLoop:
             self._config, lambda phase, share: self._send(Progress(phase, share))
         )
         self._send(Ready(self.engine.info))
-        Heart(self._context, self._outbox_address, self).start()
+        self._heart = Heart(self._context, self._outbox_address, self)
+        self._heart.start()
 
     def run(self) -> None:
         while not (self._draining and not self.engine.has_work):
@@ -108,6 +118,8 @@ class EngineLoop:
 
     def close(self) -> None:
         """Sends what is queued, for at most two seconds."""
+        if self._heart is not None:
+            self._heart.stop()
         self._context.destroy(linger=2000)
 
     def _send(self, message: msgspec.Struct) -> None:
