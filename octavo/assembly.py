@@ -106,9 +106,6 @@ class Answer:
         if choice.finish_reason is None:
             choice.text.finish()
             choice.finish_reason, choice.stop_reason = event.reason.value, event.stop_reason
-            if choice.text.stop_string is not None:
-                choice.finish_reason = FinishReason.STOP.value
-                choice.stop_reason = choice.text.stop_string
 
     def reject(self, error: InvalidRequest) -> None:
         self.failure = error

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from octavo.config import SchedulerConfig
+from octavo.core.request import worst_case_blocks
 from octavo.engine.messages import AddRequest, EngineInfo, pack_ids
 from octavo.types import InvalidRequest, QueueFull, SamplingParams
 
@@ -69,13 +70,6 @@ def prepare(
         salt=salt,
         bad_words=[_bad_word(info, word) for word in bad_words or []],
     )
-
-
-def worst_case_blocks(prompt_len: int, max_tokens: int, n: int, block_size: int) -> int:
-    """KV blocks a request can come to hold: full prompt blocks are shared by its n choices, each
-    choice has its own copy of the partial one and its own output blocks."""
-    shared = prompt_len // block_size
-    return shared + n * (-(-(prompt_len + max_tokens) // block_size) - shared)
 
 
 def _check_parameters(

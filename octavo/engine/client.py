@@ -256,8 +256,8 @@ class ProcessClient:
         self._require_gate()
         call = self.allocate(1)
         self._calls[call] = self._loop.create_future()
-        self._send(ResetPrefixCache(call=call))
         try:
+            self._send(ResetPrefixCache(call=call))
             return await self._calls[call]
         finally:
             del self._calls[call]

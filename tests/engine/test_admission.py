@@ -1,7 +1,8 @@
 import pytest
 
 from octavo.config import SchedulerConfig
-from octavo.engine.admission import QueueGate, prepare, worst_case_blocks
+from octavo.core.request import worst_case_blocks
+from octavo.engine.admission import QueueGate, prepare
 from octavo.engine.messages import EngineInfo, unpack_ids
 from octavo.types import InvalidRequest, QueueFull, SamplingParams
 
