@@ -40,7 +40,7 @@ def plan_memory(
     ``bytes_per_block``: bytes of a block of so many tokens, all layers. ``model_length``: the most
     positions the model knows. ``available``: bytes free after loading. Raises ConfigError for an
     explicit length beyond the model, the cache or an unchunked step, and for a cache too small for
-    anything.
+    anything or larger than what is free.
     """
     reasons: dict[str, str] = {}
 
@@ -88,6 +88,12 @@ def plan_memory(
     most = seqs * blocks_for(length, size)
     num_blocks = _count_blocks(config.cache, block_bytes, available, most, reasons)
 
+    if num_blocks * block_bytes > available:
+        raise ConfigError(
+            f"the KV cache of {num_blocks} blocks needs {_size(num_blocks * block_bytes)}, "
+            f"{_size(available)} of memory are free: lower --kv-cache-memory-bytes or "
+            "--num-gpu-blocks-override"
+        )
     if not fitted and blocks_for(length, size) > num_blocks:
         raise ConfigError(_too_long(config.cache, length, num_blocks, size, block_bytes, available))
     if fitted:

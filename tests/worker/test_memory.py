@@ -96,6 +96,14 @@ def test_a_cache_too_small_for_anything_is_refused() -> None:
         planned(kv_cache_memory_bytes=100)
 
 
+@pytest.mark.parametrize(
+    "asked", [{"kv_cache_memory_bytes": 9 * GIB}, {"num_gpu_blocks_override": 600_000}]
+)
+def test_a_cache_larger_than_free_memory_is_refused(asked: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"GiB, 8\.00 GiB of memory are free"):
+        planned(**asked)
+
+
 def test_without_chunked_prefill_a_step_holds_the_longest_request() -> None:
     plan = planned(chunked=False)
     assert plan.max_num_batched_tokens == plan.max_model_len == 4096
