@@ -39,9 +39,6 @@ class StepCosts:
         nearest = min(self._decode, key=lambda seen: abs(seen.bit_length() - bucket.bit_length()))
         return self._decode[nearest]
 
-    def prompt_tokens_per_second(self) -> float | None:
-        return 1.0 / self._prompt_token if self._prompt_token else None
-
     def chunk_limit(self, num_decode_rows: int) -> int:
         """Prompt tokens that double the time of a decode step with so many rows."""
         decode = self.decode_seconds(num_decode_rows)

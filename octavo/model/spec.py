@@ -114,7 +114,3 @@ class DecoderSpec:
     norm: NormSpec
     max_position: int
     tied_embeddings: bool
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)

@@ -19,7 +19,8 @@ def test_decode_time_is_taken_from_the_nearest_number_of_rows():
 
 def test_short_prompts_do_not_set_the_price_of_a_token():
     costs = StepCosts()
+    costs.observe(4, 0, 0.020)
     costs.observe(0, 4, 1.0)
-    assert costs.prompt_tokens_per_second() is None
+    assert costs.chunk_limit(4) == FIRST_CHUNK
     costs.observe(0, 1000, 0.5)
-    assert costs.prompt_tokens_per_second() == 2000
+    assert costs.chunk_limit(4) == 40
