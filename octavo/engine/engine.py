@@ -138,11 +138,13 @@ class Engine:
         prompt, n = unpack_ids(message.prompt_ids), message.params.n
         self._scheduler.check_fits(len(prompt), message.max_tokens, n)
         root = root_key(message.salt, *self._model_facts)
+        # The prompt's log-probabilities are told once, by choice 0: the others share its blocks.
+        others = message.params.clone(prompt_logprobs=None)
         return [
             Request(
                 message.handle + choice,
                 prompt,
-                message.params,
+                others if choice else message.params,
                 message.max_tokens,
                 request_id=message.request_id,
                 seed=self._seed_of(message, choice),

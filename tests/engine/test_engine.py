@@ -130,6 +130,16 @@ def test_started_is_told_once_even_if_the_request_is_preempted():
     assert sorted(started) == [1, 2] and finishes(told)[2].num_preemptions > 0
 
 
+def test_choices_share_a_prompt_whose_logprobs_are_wanted():
+    engine, executor = toy_engine()
+    computed = []
+    submit = executor.submit
+    executor.submit = lambda plan: (computed.append(plan.total_tokens), submit(plan))
+    engine.add(add_request(1, list(range(5, 25)), 1, n=4, prompt_logprobs=1))
+    assert len(finishes(run(engine))) == 4
+    assert sum(computed) == 20 + 3
+
+
 def test_logprob_rows_follow_the_tokens():
     engine, _ = toy_engine()
     engine.add(add_request(1, [5, 6], 3, logprobs=0))
