@@ -74,7 +74,7 @@ class _Frontend:
 
     def _answer(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Answer:
         text, ids = self._tokenized(prompt)
-        handle, self._next_handle = self._next_handle, self._next_handle + params.n
+        handle = self._next_handle
         request = prepare(
             self.info,
             params,
@@ -85,6 +85,7 @@ class _Frontend:
             max_logprobs=self.config.model.max_logprobs,
             bad_words=self._bad_words(params),
         )
+        self._next_handle += params.n
         return Answer(request, text, self.tokenizer, self.info.eos_ids)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

@@ -168,7 +168,8 @@ class Generation:
     # ---- submitting ----
 
     def _prepared(self) -> list[AddRequest]:
-        """All or none: the first prompt that cannot run refuses the whole request."""
+        """All or none: the first prompt that cannot run refuses the whole request. Handles are
+        taken only then: they are finite, and a refused n may be any number."""
         ask, client, tokenizer = self._ask, self._state.client, self._state.tokenizer
         n = ask.params.n
         bad_words: list[list[int]] = []
@@ -178,27 +179,28 @@ class Generation:
             )
         if ask.params.stop:
             self._state.require_tokenizer("stop")
-        first = client.allocate(n * len(ask.prompts))
-        requests = []
-        for i, ids in enumerate(ask.prompts):
-            handle = first + i * n
-            request = prepare(
-                client.info, ask.params, ids, handle=handle,
+        requests = [
+            prepare(
+                client.info, ask.params, ids, handle=i * n,
                 request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
                 arrival=ask.arrival, max_logprobs=self._state.config.model.max_logprobs,
                 priority=ask.priority, salt=ask.salt, bad_words=bad_words,
-            )  # fmt: skip
-            requests.append(request)
+            )
+            for i, ids in enumerate(ask.prompts)
+        ]  # fmt: skip
+        self._first_handle = client.allocate(n * len(requests))
+        for i, (ids, request) in enumerate(zip(ask.prompts, requests)):
+            request.handle += self._first_handle
             kept = ids
             if ask.params.truncate_prompt_tokens is not None:
                 kept = unpack_ids(request.prompt_ids).tolist()
             whole = len(kept) == len(ids)
-            prompt = Prompt(kept, ask.texts[i] if whole else None, handle)
+            prompt = Prompt(kept, ask.texts[i] if whole else None, request.handle)
             self.prompts.append(prompt)
             for k in range(n):
                 text = ChoiceText(tokenizer, ask.params, eos_ids=client.info.eos_ids)
-                self.choices.append(Choice(i * n + k, handle + k, prompt, text, ask.arrival))
-        self._first_handle = first
+                choice = Choice(i * n + k, request.handle + k, prompt, text, ask.arrival)
+                self.choices.append(choice)
         return requests
 
     async def _watch_client(self) -> None:
