@@ -7,6 +7,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+# Of ``stop`` and of ``bad_words``: each string costs a step of every token's processing.
+MOST_STRINGS = 1024
+MOST_CHARACTERS = 65536
+
 
 class OctavoError(Exception):
     """Root of every error octavo raises on purpose; its text is fit to be shown to a user."""
@@ -124,10 +128,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or value >= -1, name, value, "-1 (all), 0 or a positive integer")
-        if any(not text for text in self.stop):
-            raise InvalidRequest("stop holds an empty string", "stop")
-        if any(not text for text in self.bad_words):
-            raise InvalidRequest("bad_words holds an empty string", "bad_words")
+        _check_strings("stop", self.stop)
+        _check_strings("bad_words", self.bad_words)
         for token, bias in (self.logit_bias or {}).items():
             _range(f"logit_bias[{token}]", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -137,6 +139,18 @@ class SamplingParams:
 def _check(condition: bool, name: str, value: object, wanted: str) -> None:
     if not condition:
         raise InvalidRequest(f"{name} is {value!r}; it must be {wanted}", name.partition("[")[0])
+
+
+def _check_strings(name: str, strings: list[str]) -> None:
+    if any(not text for text in strings):
+        raise InvalidRequest(f"{name} holds an empty string", name)
+    length = sum(map(len, strings))
+    if len(strings) > MOST_STRINGS or length > MOST_CHARACTERS:
+        raise InvalidRequest(
+            f"{name} holds {len(strings)} strings of {length} characters in all; at most "
+            f"{MOST_STRINGS} of {MOST_CHARACTERS} are taken",
+            name,
+        )
 
 
 def _range(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:

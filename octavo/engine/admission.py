@@ -45,8 +45,8 @@ def prepare(
     ids = _truncated(info, params, ids)
     if not len(ids):
         raise InvalidRequest(
-            "the prompt is empty and this model's tokenizer adds no beginning-of-sequence token: "
-            "send at least one token",
+            "the prompt is empty, and no beginning-of-sequence token is put before it: send at "
+            "least one token",
             "prompt",
         )
     max_tokens = _resolved_max_tokens(info, params, len(ids))
@@ -91,7 +91,12 @@ def _check_parameters(
     if not -INT32 <= priority < INT32:
         raise InvalidRequest(f"priority is {priority}; it must be a 32-bit integer", "priority")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        for token in getattr(params, name) or ():
+        tokens = getattr(params, name) or ()
+        if len(tokens) > info.vocab_size:
+            raise InvalidRequest(
+                f"{name} names {len(tokens)} tokens; the vocabulary has {info.vocab_size}", name
+            )
+        for token in tokens:
             if not 0 <= token < info.vocab_size:
                 raise InvalidRequest(
                     f"{name} names token {token}; the vocabulary has ids 0 to "

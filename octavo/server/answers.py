@@ -154,8 +154,10 @@ async def respond(
     arrival: float,
     prefix: str,
     warnings: list[str],
+    drop_output: bool = False,
 ) -> Response:
-    """Runs the generation. Errors before the first event are raised; the app answers them."""
+    """Runs the generation. Errors before the first event are raised; the app answers them.
+    ``drop_output``: see ``Ask``."""
     name = request_id(request, body, prefix)
     if body.priority and state.config.scheduler.scheduling_policy != "priority":
         raise InvalidRequest(
@@ -169,7 +171,7 @@ async def respond(
         arrival=arrival,
         priority=body.priority or 0,
         salt=state.salt(request.scope["octavo.key"], body.cache_salt),
-        drop_output=bool(body.echo) and body.max_tokens == 0,
+        drop_output=drop_output,
     )
     generation = Generation(state, ask, request.receive)
     answer = answer_type(state, body, generation, name, warnings)

@@ -98,6 +98,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         return await respond(
             state, request, CompletionAnswer, body, params, prompts,
             arrival=arrival, prefix="cmpl", warnings=warnings,
+            drop_output=bool(body.echo) and body.max_tokens == 0,
         )  # fmt: skip
 
     @api.post("/v1/chat/completions")

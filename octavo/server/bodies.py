@@ -14,6 +14,7 @@ from octavo.server.protocol import HARMLESS_VALUES, LATER_FIELDS, Body
 from octavo.types import InvalidRequest
 
 MAX_BODY_BYTES = 32 << 20
+LONGEST_NAME = 64  # characters of an unknown field's name that are compared with known ones
 
 B = TypeVar("B", bound=Body)
 
@@ -63,7 +64,8 @@ async def _read(request: Request) -> bytes:
 
 
 def _settle_unknown_fields(fields: dict[str, Any], schema: type[Body], lenient: bool) -> list[str]:
-    """Removes fields the schema lacks: nulls silently, others with a warning or InvalidRequest."""
+    """Removes fields the schema lacks, with a warning or InvalidRequest; known fields of later
+    versions silently where their value asks for nothing."""
     warnings = []
     for name in [name for name in fields if name not in schema.model_fields]:
         value = fields.pop(name)
@@ -72,7 +74,7 @@ def _settle_unknown_fields(fields: dict[str, Any], schema: type[Body], lenient: 
                 continue
             problem = f"{name}: {LATER_FIELDS[name]}"
         else:
-            near = difflib.get_close_matches(name, schema.model_fields, n=1)
+            near = difflib.get_close_matches(name[:LONGEST_NAME], schema.model_fields, n=1)
             problem = f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
         if not lenient:
             raise InvalidRequest(problem, name)
@@ -83,7 +85,7 @@ def _settle_unknown_fields(fields: dict[str, Any], schema: type[Body], lenient: 
 def _as_invalid_request(error: ValidationError, schema: type[Body]) -> InvalidRequest:
     """One line for the first fault. A field of several types (prompt) tells what it may be."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    first = faults[0]
+    first = _telling(faults)
     field = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "missing":
         where = ".".join(str(part) for part in first["loc"])
@@ -91,8 +93,18 @@ def _as_invalid_request(error: ValidationError, schema: type[Body]) -> InvalidRe
     described = schema.model_fields[field].description if field in schema.model_fields else None
     if described:
         return InvalidRequest(f"{field} must be {described}", field)
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"unknown field {where!r}", field)
     message = first["msg"].removeprefix("Value error, ")
     return InvalidRequest(f"{where} {message.replace('Input should', 'must')}", field)
+
+
+def _telling(faults: list[Any]) -> Any:
+    """The first fault; of a value that may be text or a list, and is a list, the list's first."""
+    first = faults[0]
+    *place, kind = first["loc"] or ("",)
+    if kind == "str" and first["type"] == "string_type":
+        inside = (f for f in faults[1:] if [*f["loc"][: len(place)]] == place)
+        return next((f for f in inside if len(f["loc"]) > len(place) + 1), first)
+    return first

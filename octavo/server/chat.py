@@ -11,7 +11,7 @@ from octavo.server.logprobs import chat_entries, prompt_logprobs
 from octavo.server.protocol import ChatFields, ChatRequest, Message
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, Frames, encode_json, members
-from octavo.text.chat import ChatTemplate
+from octavo.text.chat import ChatTemplate, check_template_variables
 from octavo.types import InvalidRequest
 
 
@@ -57,6 +57,7 @@ def check_tools(body: ChatRequest) -> None:
 def _template_variables(template: ChatTemplate, body: ChatFields) -> dict[str, Any]:
     """Variables for the template; one that it never reads would be ignored, so it is refused."""
     variables = dict(body.chat_template_kwargs or {})
+    check_template_variables(variables)
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     sent = dict.fromkeys(variables, "chat_template_kwargs")
@@ -150,8 +151,7 @@ class ChatAnswer(Answer):
     def _logprobs(self, rows: list[Any], stopped: bool) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        top = self.body.top_logprobs or 0
-        return {"content": chat_entries(self.names, rows, top, stopped)}
+        return {"content": chat_entries(self.names, rows, stopped)}
 
     def _echo(self) -> str:
         """With echo: the last message's text, where the answer continues it."""

@@ -17,6 +17,8 @@ from octavo.types import EngineDead, InvalidRequest, OctavoError, QueueFull
 
 logger = logging.getLogger("octavo")
 
+LONGEST_MESSAGE = 2000  # characters
+
 
 class NotFound(OctavoError):
     """A model or route that does not exist (404)."""
@@ -72,7 +74,10 @@ def error_response(error: Exception) -> Response:
 
 
 async def on_unexpected_error(request: Request, error: Exception) -> Response:
-    return error_response(error)  # Starlette raises it again, so that it is logged with its trace
+    """Starlette raises it again: it is logged with its trace, and the connection is closed."""
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    return response
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -94,5 +99,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _error(message: str, kind: str, param: str | None, code: str | None) -> dict[str, str | None]:
-    printable = message.encode("utf-8", "replace").decode()
-    return {"message": printable, "type": kind, "param": param, "code": code}
+    param = param and _shortened(param)
+    return {"message": _shortened(message), "type": kind, "param": param, "code": code}
+
+
+def _shortened(text: str) -> str:
+    """Messages quote what was sent, which may be megabytes."""
+    text = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + " …"
+    return text.encode("utf-8", "replace").decode()

@@ -51,7 +51,7 @@ def floored(value: float) -> float:
 
 
 def chat_entries(
-    names: TokenNames, rows: Sequence[TokenLogprobRow], num_top: int, stopped: bool
+    names: TokenNames, rows: Sequence[TokenLogprobRow], stopped: bool
 ) -> list[dict[str, Any]]:
     """Entries of ``choices[].logprobs.content``. ``stopped``: the last row's token ended the
     choice and is not in its text."""
@@ -60,7 +60,7 @@ def chat_entries(
         entry = _chat_entry(names, row.ids[0], row.values[0])
         hide = stopped and i == len(rows) - 1
         entry["bytes"] = [] if hide else list(names.shown_bytes(row.ids[0]))
-        best = zip(row.ids[1 : num_top + 1], row.values[1 : num_top + 1])
+        best = zip(row.ids[1:], row.values[1:])
         entry["top_logprobs"] = [_chat_entry(names, t, v) for t, v in best if t >= 0]
         entries.append(entry)
     return entries

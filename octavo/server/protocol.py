@@ -26,6 +26,21 @@ def _number(value: Any) -> Any:
     raise ValueError("must be a number")
 
 
+def _only(value: str, why: str) -> BeforeValidator:
+    """Refuses any other value, saying why."""
+
+    def check(given: Any) -> Any:
+        if given != value:
+            raise ValueError(f"is {given!r}: {why}")
+        return given
+
+    return BeforeValidator(check)
+
+
+_STRUCTURED = "structured output is not in this version"
+_BEAMS = "beam search is not in this version"
+_MEDIA = "only text is served in this version"
+
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
@@ -46,7 +61,7 @@ class StreamOptions(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], _only("text", _STRUCTURED)]
 
 
 class GenerationRequest(Body):
@@ -104,7 +119,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], _only("text", _MEDIA)]
     text: str
 
 
@@ -175,9 +190,6 @@ class NoFields(Body):
 
 
 # Known fields of OpenAI's and vLLM's APIs that this version refuses by name: field -> why.
-_STRUCTURED = "structured output is not in this version"
-_BEAMS = "beam search is not in this version"
-_MEDIA = "only text is served in this version"
 LATER_FIELDS: dict[str, str] = {
     "structured_outputs": _STRUCTURED,
     "guided_json": _STRUCTURED,

@@ -84,7 +84,7 @@ def renamed_for_chat(error: InvalidRequest, body: ChatRequest) -> InvalidRequest
         return InvalidRequest(str(error).replace("max_tokens", "max_completion_tokens"),
                               "max_completion_tokens")  # fmt: skip
     if error.param == "logprobs":
-        return InvalidRequest(str(error).replace("logprobs", "top_logprobs"), "top_logprobs")
+        return InvalidRequest(f"top_{error}", "top_logprobs")
     return error
 
 

@@ -197,6 +197,13 @@ def test_chat_messages_reach_the_template(server):
     assert forged == "user: <s></s>\nassistant: "
 
 
+def test_max_completion_tokens_wins_over_max_tokens_of_0_with_echo(server):
+    body = {"messages": [{"role": "user", "content": "say:hey"}], "echo": True}
+    answer = server.post("/v1/chat/completions", **body, max_tokens=0, max_completion_tokens=2)
+    assert answer.json()["choices"][0]["message"]["content"] == "he"
+    assert answer.json()["usage"]["completion_tokens"] == 2
+
+
 def test_echo_of_a_continued_message(server):
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "say:ab"}]
     body = {"messages": messages, "continue_final_message": True, "echo": True}
