@@ -156,7 +156,7 @@ class _Reader:
                 self._foreign(name, inline, queue, given)
             elif dot:
                 f = self._json_field(name, key)
-                _put(dotted.setdefault(f.name, {}), key, _value(token, inline, queue))
+                _put(dotted.setdefault(f.name, {}), name, key, _value(token, inline, queue))
             else:
                 self._take(self.fields[name], name, inline, queue, given)
         self._place(words, given)
@@ -293,10 +293,12 @@ def _typed(f: Any, name: str, value: Any) -> Any:
     return _convert(f, name, str(value))
 
 
-def _put(target: dict[str, Any], path: str, text: str) -> None:
+def _put(target: dict[str, Any], name: str, path: str, text: str) -> None:
     *parents, last = path.split(".")
     for parent in parents:
         target = target.setdefault(parent, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"{name}.{path}: {name} has a plain value for {parent} already")
     target[last] = values.parse_scalar(text)
 
 

@@ -76,12 +76,12 @@ class Connection:
     def _open(
         self, method: str, path: str, body: dict[str, Any] | None
     ) -> http.client.HTTPResponse:
-        connection = self._connect()
         try:
+            connection = self._connect()
             payload = None if body is None else json.dumps(body)
             connection.request(method, self._prefix + path, payload, self._headers)
             return connection.getresponse()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"no server answers at {self.url} ({error}); start one with `octavo serve` or "
                 "name another address"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.startup import StartupLog
 from octavo.config import EngineConfig, ServerConfig, environment_api_keys, reject_unsupported
+from octavo.types import ConfigError
 
 COMMAND = Command(
     "serve",
@@ -27,6 +28,11 @@ def run(arguments: Arguments) -> int:
     engine_config = arguments.build(EngineConfig)
     server_config = arguments.build(ServerConfig)
     reject_unsupported(engine_config)
+    if any(not key or key != key.strip() for key in server_config.api_key):
+        raise ConfigError(
+            "--api-key: a key is empty or has spaces around it, so no client could send it (is a "
+            "variable unset?); drop the flag to serve without keys"
+        )
     if not server_config.api_key:
         server_config = replace(server_config, api_key=environment_api_keys())
     asked = engine_config.model

@@ -107,14 +107,23 @@ class ProcessClient:
     # ---- life ----
 
     async def start(self) -> None:
-        """Starts the engine process and returns at once; ``ready`` waits for it."""
+        """Starts the engine process and returns at once; ``ready`` waits for it. Raises
+        ConfigError when the temporary directory cannot hold the sockets."""
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         self.dead = asyncio.Event()
         self._directory = Path(tempfile.mkdtemp(prefix="octavo-"))
         self._context = zmq.Context()
-        self._outbox = self._bound(zmq.PUSH, "inbox")
-        self._inbox = self._bound(zmq.PULL, "outbox")
+        try:
+            self._outbox = self._bound(zmq.PUSH, "inbox")
+            self._inbox = self._bound(zmq.PULL, "outbox")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise ConfigError(
+                f"cannot make a socket in {self._directory}: {os.strerror(error.errno or 0)}; set "
+                "TMPDIR to another directory"
+            ) from None
         self._loop.add_reader(self._inbox.fileno(), self._read)
         threads = self.config.parallel.cpu_threads or available_cores()
         self._process = await asyncio.create_subprocess_exec(

@@ -54,7 +54,7 @@ class KeyGuard:
                 sent = credentials.strip() if scheme.lower() == b"bearer" else b""
         digest = _digest(sent)
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
-        return digest if any(matches) else None
+        return digest if sent and any(matches) else None
 
 
 def _digest(key: bytes) -> bytes:

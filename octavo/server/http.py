@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 
 from octavo.config import ServerConfig
 from octavo.server.auth import App
+from octavo.types import ConfigError
 
 KEEP_ALIVE_SECONDS = 60
 
 
 class HTTPServer(uvicorn.Server):
     def __init__(self, app: App, server: ServerConfig) -> None:
+        """Raises ConfigError when the TLS files cannot be used."""
+        _check_tls(server)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -38,3 +42,19 @@ class HTTPServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _check_tls(server: ServerConfig) -> None:
+    certificate, key, authorities = server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs
+    if certificate is None:
+        if key or authorities:
+            raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile FILE")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    given = ", ".join(path for path in (certificate, key, authorities) if path)
+    try:
+        context.load_cert_chain(certificate, key)
+        if authorities:
+            context.load_verify_locations(authorities)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"TLS files {given}: {error.strerror or error}") from None

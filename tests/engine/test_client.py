@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -52,6 +53,19 @@ async def first(stream):
     async for events in stream:
         if events.tokens:
             return
+
+
+def test_temporary_directory_too_long_for_sockets_is_the_users_to_mend(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+
+    async def main():
+        with pytest.raises(ConfigError, match="set TMPDIR"):
+            await ProcessClient(EngineConfig(), command=mock_command()).start()
+
+    asyncio.run(main())
+    assert not [*long.iterdir()]
 
 
 def test_start_reports_progress_and_what_was_found():

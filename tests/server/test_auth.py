@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from octavo.server.auth import KeyGuard
 from tests.server import mock_server
 
 PUBLIC = {"/health", "/health/live", "/health/ready", "/ping"}
@@ -45,6 +46,12 @@ def test_everything_but_health_is_closed(guarded):
                 assert answer.status_code == 401, (method, path, headers)
                 if method != "HEAD":
                     assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_empty_key_does_not_open_the_server_to_all():
+    guard = KeyGuard(None, [""])
+    assert guard._key({"headers": []}) is None
+    assert guard._key({"headers": [(b"authorization", b"Bearer ")]}) is None
 
 
 def test_right_keys_open(guarded):

@@ -89,6 +89,20 @@ def test_taken_port_fails_at_once_before_the_engine_starts():
             assert "--port" in server.log
 
 
+@pytest.mark.parametrize(
+    "tls, says",
+    [
+        ({"ssl_certfile": "/no/such.pem"}, "TLS files /no/such.pem: No such file"),
+        ({"ssl_keyfile": "/no/such.key"}, "--ssl-certfile"),
+    ],
+)
+def test_unusable_tls_files_end_the_start(tls, says):
+    with mock_server.start(server=tls, ready=False) as server:
+        assert server.process.wait(10) == 2
+        assert says in server.log
+        assert "Traceback" not in server.log
+
+
 def test_model_that_cannot_load_ends_with_its_own_line():
     with mock_server.start(engine={"fail": "weights are missing"}, ready=False) as server:
         assert server.process.wait(10) == 2
