@@ -67,7 +67,7 @@ class ByteTable(dict[int, bytes]):
 
 class Tokenizer:
     """``bos_id``, ``eos_ids`` and ``special_ids`` are as the files declare them. ``vocab_size`` is
-    one more than the highest id. Not to be called from two threads at once."""
+    one more than the highest id. ``encode`` and ``decode`` may be called from several threads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -76,6 +76,7 @@ class Tokenizer:
         self.eos_ids = vocabulary.eos_ids
         self.special_ids = vocabulary.special_ids
         self._added = vocabulary.backend.get_added_tokens_decoder()
+        self._secret_key = secrets.token_hex(16)
         highest = max(self._added, default=-1)
         self.vocab_size = max(self._backend.get_vocab_size(with_added_tokens=True), highest + 1)
         self.bytes_of = ByteTable(vocabulary)
@@ -169,10 +170,6 @@ class Tokenizer:
 
     def _secret(self, index: int) -> str:
         return f"\ufdd0{self._secret_key}:{index}\ufdd1"
-
-    @cached_property
-    def _secret_key(self) -> str:
-        return secrets.token_hex(16)
 
     @cached_property
     def _guarded(self) -> Backend:
