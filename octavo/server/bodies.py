@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from octavo.server.errors import BodyTooLarge, ClientGone
 from octavo.server.protocol import HARMLESS_VALUES, LATER_FIELDS, Body
-from octavo.types import InvalidRequest
+from octavo.types import EngineDead, InvalidRequest
 
 MAX_BODY_BYTES = 32 << 20
 LONGEST_NAME = 64  # characters of an unknown field's name that are compared with known ones
@@ -60,6 +61,8 @@ async def _read(request: Request) -> bytes:
             chunks.append(chunk)
     except ClientDisconnect:
         raise ClientGone from None
+    except asyncio.CancelledError:  # the HTTP server ends and this body never did
+        raise EngineDead("the server is shutting down") from None
     return b"".join(chunks)
 
 

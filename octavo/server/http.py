@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import ssl
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from octavo.config import ServerConfig
-from octavo.server.auth import App
+from octavo.server.auth import App, Receive, Scope, Send
 from octavo.types import ConfigError
 
 KEEP_ALIVE_SECONDS = 60
@@ -22,7 +23,7 @@ class HTTPServer(uvicorn.Server):
         _check_tls(server)
         super().__init__(
             uvicorn.Config(
-                app,
+                _quiet(app),
                 http="httptools",
                 ws="none",
                 lifespan="off",
@@ -42,6 +43,17 @@ class HTTPServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _quiet(app: App) -> App:
+    """``app``, whose requests that are cancelled at the server's end (by uvicorn, when a client
+    does not read) leave no trace in the log."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
+
+    return run
 
 
 def _check_tls(server: ServerConfig) -> None:

@@ -103,6 +103,21 @@ def test_unusable_tls_files_end_the_start(tls, says):
         assert "Traceback" not in server.log
 
 
+def test_body_that_never_ends_holds_up_no_shutdown_and_leaves_no_trace():
+    with mock_server.start() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: 100\r\n\r\n{"
+            )
+            time.sleep(0.2)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(10) == 0
+            assert connection.recv(65536).startswith(b"HTTP/1.1 503")
+        assert "Traceback" not in server.log
+
+
 def test_model_that_cannot_load_ends_with_its_own_line():
     with mock_server.start(engine={"fail": "weights are missing"}, ready=False) as server:
         assert server.process.wait(10) == 2
