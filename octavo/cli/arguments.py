@@ -151,6 +151,8 @@ class _Reader:
             if name == "--config" and "--config" not in self.fields:
                 files.append(_value(name, inline, queue))
             elif name in self.negations:
+                if inline is not None:
+                    raise ConfigError(f"{token}: {name} takes no value")
                 given.values[self.negations[name].name] = False
             elif name not in self.fields:
                 self._foreign(name, inline, queue, given)

@@ -27,6 +27,7 @@ def octavo(*tokens: str) -> subprocess.CompletedProcess[str]:
         ["serve", "--port", "x"],
         ["serve", "--tensor-parallel-size", "2"],
         ["serve", "--trust-remote-code"],
+        ["serve", "--no-enforce-eager=false"],
         ["serve", "-q", "awq"],
         ["serve", "--api-key", ""],
         ["serve", "--hf-overrides.a", "1", "--hf-overrides.a.b", "2"],
