@@ -39,7 +39,10 @@ async def chat_ids(
             **variables,
         )
 
-    return await state.encode(encode, sum(len(str(m.get("content", ""))) for m in plain))
+    num_chars = sum(len(str(m.get("content", ""))) for m in plain)
+    if isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None:
+        state.check_text_length(num_chars, "messages")
+    return await state.encode(encode, num_chars)
 
 
 def check_tools(body: ChatRequest) -> None:

@@ -33,6 +33,8 @@ async def prompts_of(
         return prompt, [None] * len(prompt)
     tokenizer = state.require_tokenizer("prompt")
     special = body.add_special_tokens is not False
+    if body.truncate_prompt_tokens is None:
+        state.check_text_length(max(map(len, prompt)), "prompt")
 
     def encode() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens=special) for text in prompt]

@@ -20,6 +20,7 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import EngineDead, InvalidRequest
 
 LONG_TEXT = 64 << 10  # characters; longer prompts are tokenized in a thread
+HUGE_TEXT = 1 << 20  # characters; longer ones are refused untokenized when they cannot fit
 
 T = TypeVar("T")
 
@@ -94,6 +95,19 @@ class ServerState:
                 "messages",
             )
         return self.template
+
+    def check_text_length(self, num_chars: int, param: str) -> None:
+        """Raises InvalidRequest for a text that cannot fit, before minutes are spent on it."""
+        if num_chars <= HUGE_TEXT or self.tokenizer is None:
+            return
+        least = num_chars // self.tokenizer.longest_token
+        limit = self.client.info.max_model_len
+        if least > limit:
+            raise InvalidRequest(
+                f"{param} holds {num_chars} characters, at least {least} tokens; this model's "
+                f"length is {limit} tokens for prompt and output together",
+                param,
+            )
 
     async def encode(self, work: Callable[[], T], num_chars: int) -> T:
         """Runs a tokenization; a long one in a thread, so that streams go on meanwhile."""

@@ -116,6 +116,11 @@ class Tokenizer:
             prefix = []
         return [*prefix, *ids, *suffix]
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, in the vocabulary's own spelling."""
+        return max(map(len, self._backend.get_vocab()))
+
     def token_bytes(self, index: int) -> bytes:
         """The token's own bytes; of a special or added token, its text's."""
         return self.bytes_of[index]

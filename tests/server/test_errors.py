@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 
 import pytest
 
@@ -134,6 +135,19 @@ def test_length_is_refused_at_the_exact_boundary_with_both_numbers(server):
         assert str(length + 1) in answer.json()["error"]["message"]
     truncated = server.complete("a" * 5120, max_tokens=4, truncate_prompt_tokens=100)
     assert truncated["usage"]["prompt_tokens"] == 100
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(server):
+    text = "a" * 5_000_000
+    begin = time.monotonic()
+    for route, body, param in (
+        ("/v1/completions", {"prompt": ["a", text]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        error = server.post(route, **body).json()["error"]
+        assert error["param"] == param
+        assert "at least 1250000 tokens" in error["message"] and "512" in error["message"]
+    assert time.monotonic() - begin < 2
 
 
 def test_chat_names_the_fields_it_was_sent(server):
