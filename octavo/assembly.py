@@ -7,6 +7,7 @@ from octavo.engine.messages import (
     Finished,
     Outputs,
     PromptLogprobRows,
+    Started,
     TokenLogprobRow,
     unpack_ids,
 )
@@ -95,8 +96,10 @@ class Answer:
             if columns[0]:
                 self._prompt_logprobs[rows.start + offset] = self._candidates(*columns)
 
-    def start(self, num_cached_tokens: int) -> None:
-        self._num_cached_tokens = max(self._num_cached_tokens, num_cached_tokens)
+    def start(self, event: Started) -> None:
+        """What choice 0 finds in the cache counts: the others find its blocks."""
+        if event.handle == self.request.handle:
+            self._num_cached_tokens = event.num_cached_tokens
 
     def finish(self, event: Finished) -> None:
         choice = self._choices[event.handle - self.request.handle]
@@ -164,7 +167,7 @@ class Assembler:
         touched: dict[int, Answer] = {}  # by handle of choice 0, in order
         stopped = []
         for started in outputs.started:
-            answers[started.handle].start(started.num_cached_tokens)
+            answers[started.handle].start(started)
         for handle, token in outputs.pairs():
             answer = answers[handle]
             touched[answer.request.handle] = answer

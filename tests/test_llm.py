@@ -76,6 +76,23 @@ def test_ctrl_c_inside_a_step_leaves_the_engine_as_good_as_new(
     assert llm.stats.blocks_used == 0 and answer(llm) == expected
 
 
+def test_an_answer_that_a_stop_string_ended_has_all_its_times(llm: LLM) -> None:
+    free = llm.generate(PROMPT, SHORT, use_tqdm=False)[0].outputs[0].text
+    params = SHORT.clone(max_tokens=1000, stop=[free.strip()[-1]])
+    output = llm.generate(PROMPT, params, use_tqdm=False)[0]
+    assert output.outputs[0].finish_reason == "stop"
+    times = output.timings
+    assert 0 <= times.arrival <= times.first_scheduled <= times.first_token <= times.last_token
+
+
+def test_what_choices_share_with_each_other_is_no_hit_of_their_prompt(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    prompt = list(range(10, 60))
+    for expected in (0, len(prompt) - 1):
+        output = llm.generate(prompt, SHORT.clone(n=3), use_tqdm=False)[0]
+        assert output.num_cached_tokens == expected
+
+
 def test_a_refused_prompt_leaves_nothing_of_the_others_in_the_engine(llm: LLM) -> None:
     with pytest.raises(InvalidRequest):
         llm.generate([PROMPT, [10**6]], SHORT, use_tqdm=False)

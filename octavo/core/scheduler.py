@@ -148,6 +148,8 @@ class Scheduler:
             self._vacate(request.slot)
         else:
             self.waiting.remove(request)
+        if request.timings.first_token >= 0:
+            request.timings.last_token = self._clock()  # a stop string ends a request in this way
         self._finish(request, reason)
         return True
 
