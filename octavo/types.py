@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any
 
 # Of ``stop`` and of ``bad_words``: each string costs a step of every token's processing.
@@ -102,8 +103,21 @@ class SamplingParams:
         return replace(self, **changes)
 
     def validate(self) -> None:
-        """Raises InvalidRequest naming the first field that is out of range."""
-        _check(isinstance(self.n, int) and self.n >= 1, "n", self.n, "an integer of at least 1")
+        """Raises InvalidRequest naming the first field of another type or out of range."""
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            _check(isinstance(value, Integral), name, value, "an integer")
+        for name in _OPTIONAL_INTEGERS:
+            value = getattr(self, name)
+            _check(value is None or isinstance(value, Integral), name, value, "an integer or None")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            tokens = getattr(self, name)
+            good = all(isinstance(token, Integral) for token in tokens or ())
+            _check(good, name, tokens, "made of integer token ids")
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            _check(all(isinstance(text, str) for text in texts), name, texts, "made of strings")
+        _check(self.n >= 1, "n", self.n, "at least 1")
         _range("temperature", self.temperature, 0.0, 2.0)
         _range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or a positive integer")
@@ -111,7 +125,7 @@ class SamplingParams:
         _range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
             "repetition_penalty",
             self.repetition_penalty,
             "a finite number above 0",
@@ -136,6 +150,14 @@ class SamplingParams:
             raise InvalidRequest("allowed_token_ids is empty", "allowed_token_ids")
 
 
+_INTEGERS = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
 def _check(condition: bool, name: str, value: object, wanted: str) -> None:
     if not condition:
         raise InvalidRequest(f"{name} is {value!r}; it must be {wanted}", name.partition("[")[0])
@@ -154,7 +176,7 @@ def _check_strings(name: str, strings: list[str]) -> None:
 
 
 def _range(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
-    inside = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
+    inside = _is_finite(value) and (low < value if open_low else low <= value) and value <= high
     bracket = "(" if open_low else "["
     _check(inside, name, value, f"in {bracket}{low:g}, {high:g}]")
 

@@ -19,6 +19,7 @@ from octavo.types import InvalidRequest, QueueFull, SamplingParams
 # float32 logits divided or multiplied by more than this could overflow on the device.
 REPETITION_PENALTY_RANGE = (1e-3, 1e3)
 INT32 = 2**31
+EMPTY = np.zeros(0, dtype=np.int64)
 
 
 def prepare(
@@ -118,13 +119,14 @@ def _check_parameters(
 
 def _checked_ids(info: EngineInfo, prompt_ids: Sequence[int]) -> np.ndarray[Any, Any]:
     try:
-        ids = np.asarray(prompt_ids, dtype=np.int64)
-    except OverflowError:
+        ids = np.asarray(prompt_ids if len(prompt_ids) else EMPTY)
+    except ValueError:  # lists of several lengths
+        ids = np.zeros(())
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest(
-            f"the prompt holds a token id beyond 64 bits; the vocabulary has ids 0 to "
-            f"{info.vocab_size - 1}",
+            f"the prompt is not a list of token ids (integers from 0 to {info.vocab_size - 1})",
             "prompt",
-        ) from None
+        )
     outside = (ids < 0) | (ids >= info.vocab_size)
     if outside.any():
         where = int(outside.argmax())

@@ -69,7 +69,9 @@ def test_refusal_names_the_field(params, field):
     assert caught.value.param == field
 
 
-@pytest.mark.parametrize("ids", [[], [100], [-1], [2**70]])
+@pytest.mark.parametrize(
+    "ids", [[], [100], [-1], [2**63], [2**70], [1.5], ["a"], [[1, 2]], [[1], [2, 3]]]
+)
 def test_bad_prompt_ids(ids):
     with pytest.raises(InvalidRequest) as caught:
         prepared(ids)
