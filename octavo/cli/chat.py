@@ -10,6 +10,7 @@ from octavo.cli.arguments import Arguments, Command
 from octavo.cli.asking import AskOptions, asked_server, lines_from_user, sampling_fields
 from octavo.cli.connection import Connection
 from octavo.config import EngineConfig, flag
+from octavo.types import OctavoError
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def run(arguments: Arguments) -> int:
                 print("\n(stopped)")
                 if not interactive:
                     raise
+            except OctavoError as error:  # such as a conversation that got too long
+                conversation.take_back()
+                if not interactive:
+                    raise
+                print(f"\noctavo: {error}", file=sys.stderr)
     return 0
 
 

@@ -31,7 +31,7 @@ class Connection:
 
     def get(self, path: str) -> dict[str, Any]:
         with self._request("GET", path, None) as response:
-            return dict(json.loads(response.read()))
+            return self._object(response.read())
 
     def status(self, path: str) -> int:
         """The HTTP status of a GET; ConfigError when nobody answers."""
@@ -40,7 +40,7 @@ class Connection:
 
     def served_model(self) -> str:
         """The first model the server offers."""
-        models = self.get("/v1/models")["data"]
+        models = self.get("/v1/models").get("data")
         if not models:
             raise OctavoError(f"{self.url} serves no model")
         return str(models[0]["id"])
@@ -51,11 +51,19 @@ class Connection:
             for data in self._events(response):
                 if data == "[DONE]":
                     return
-                event = json.loads(data)
+                event = self._object(data)
                 if "error" in event:
                     raise OctavoError(f"{self.url}: {event['error'].get('message', data)}")
                 yield event
         raise OctavoError(f"{self.url}: the stream broke off before its end")
+
+    def _object(self, text: str | bytes) -> dict[str, Any]:
+        try:
+            return dict(json.loads(text))
+        except (ValueError, TypeError):
+            raise OctavoError(
+                f"{self.url} does not answer as OpenAI's API does: {text[:100]!r}"
+            ) from None
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[str]:
         try:

@@ -18,6 +18,8 @@ EVENT = b'data: {"choices": [{"delta": {"content": "Hi"}, "text": "Hi"}]}\n\n'
 ANSWERS = {
     "whole": EVENT + EVENT + b"data: [DONE]\n\n",
     "cut": EVENT,
+    "page": b"<html>hello</html>",
+    "noise": b"data: hello\n\n",
     "error": EVENT + b'data: {"error": {"message": "engine died"}}\n\n',
 }
 
@@ -27,7 +29,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         known = self.path in ("/v1/models", "/health")
-        self._send(200 if known else 404, b'{"data": [{"id": "m"}]}')
+        models = ANSWERS["page"] if self.answer == "page" else b'{"data": [{"id": "m"}]}'
+        self._send(200 if known else 404, models)
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -76,7 +79,12 @@ def test_a_stream_yields_its_events(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "part"),
-    [("cut", "broke off"), ("error", "engine died"), ("refuse", "400 temperature is 9")],
+    [
+        ("cut", "broke off"),
+        ("error", "engine died"),
+        ("refuse", "400 temperature is 9"),
+        ("noise", "does not answer as OpenAI"),
+    ],
 )
 def test_a_failure_is_one_line(
     url: str, monkeypatch: pytest.MonkeyPatch, answer: str, part: str
@@ -84,6 +92,12 @@ def test_a_failure_is_one_line(
     monkeypatch.setattr(Handler, "answer", answer)
     with pytest.raises(OctavoError, match=part):
         list(Connection(url).stream("/v1/completions", {}))
+
+
+def test_a_web_page_is_no_server(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "answer", "page")
+    with pytest.raises(OctavoError, match="does not answer as OpenAI's API does"):
+        Connection(url).served_model()
 
 
 def test_nobody_there_is_the_users_to_mend() -> None:
@@ -116,3 +130,22 @@ def test_lines_of_a_pipe_are_a_conversation(
     monkeypatch.setattr("builtins.input", typed)
     assert main(["chat", "--url", url]) == 0
     assert capsys.readouterr().out == "HiHi\nHiHi\n"
+
+
+def test_a_refused_question_does_not_end_an_interactive_chat(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter(["refuse", "whole"])
+
+    def typed(prompt: str) -> str:
+        answer = next(answers, None)
+        if answer is None:
+            raise EOFError
+        monkeypatch.setattr(Handler, "answer", answer)
+        return "hello"
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert main(["chat", "--url", url]) == 0
+    out, err = capsys.readouterr()
+    assert "temperature is 9" in err and out.endswith("HiHi\n")
