@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": EVERYBODY | {"ops", "model", "parallel", "checkpoint", "core.plan"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams"}
-    | {"assembly", "text", "checkpoint"},
+    | {"text", "checkpoint"},
     "llm": EVERYBODY | {"engine", "assembly", "text", "checkpoint"},
     "cli": {""},
     "__main__": {"cli"},
