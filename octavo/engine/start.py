@@ -13,6 +13,7 @@ from octavo.config import EngineConfig, reject_unsupported
 from octavo.engine.engine import Engine
 from octavo.engine.messages import EngineInfo
 from octavo.model.facts import default_sampling, eos_ids
+from octavo.types import ConfigError, InvalidRequest, SamplingParams
 from octavo.worker.executor import UniExecutor
 
 ProgressSink = Callable[[str, float], None]
@@ -22,6 +23,7 @@ def start_engine(config: EngineConfig, progress: ProgressSink) -> tuple[Engine, 
     """``config.model.model`` is a local path. Raises ConfigError with the line to show the user."""
     reject_unsupported(config)
     path = Path(config.model.model)
+    sampling = _default_sampling(config, path)
     executor = UniExecutor(config, path)
     found = executor.start(progress)
     info = EngineInfo(
@@ -42,12 +44,25 @@ def start_engine(config: EngineConfig, progress: ProgressSink) -> tuple[Engine, 
         implementations=found.implementations,
         startup_seconds=found.startup_seconds,
         reasons=found.reasons,
-        default_sampling=_default_sampling(config, path),
+        default_sampling=sampling,
     )
     return Engine(config, info, executor), executor
 
 
 def _default_sampling(config: EngineConfig, path: Path) -> dict[str, object]:
-    """Sampling values a request gets when it names none: the checkpoint's, then the operator's."""
-    own = config.model.generation_config == "auto"
-    return {**(default_sampling(path) if own else {}), **config.model.override_generation_config}
+    """Sampling values a request gets when it names none: the checkpoint's, then the operator's.
+    Raises ConfigError for those that no request may have."""
+    source = config.model.generation_config
+    if source not in ("auto", "vllm", "none"):
+        raise ConfigError(f"--generation-config {source}: choose from auto, vllm, none")
+    found = default_sampling(path) if source == "auto" else {}
+    found.update(config.model.override_generation_config)
+    if "max_new_tokens" in found:  # its name in generation_config.json
+        found["max_tokens"] = found.pop("max_new_tokens")
+    try:
+        SamplingParams(**found)
+    except (InvalidRequest, TypeError) as error:
+        raise ConfigError(
+            f"sampling defaults (generation_config.json, --override-generation-config): {error}"
+        ) from None
+    return found

@@ -76,8 +76,11 @@ def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> lis
     ids: dict[int, None] = {}
     for value in values:
         for entry in value if isinstance(value, list) else [value]:
-            if entry is not None:
-                ids[int(entry)] = None
+            if entry is None:
+                continue
+            if not isinstance(entry, int):
+                raise ConfigError(f"{path}: eos_token_id is {entry!r}, not a token id")
+            ids[entry] = None
     return list(ids)
 
 

@@ -19,10 +19,16 @@ _NAMES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
 
 def read_directory_vocabulary(directory: Path) -> Vocabulary:
-    if (directory / "tokenizer.json").is_file():
-        return _from_tokenizer_json(directory)
-    if (directory / "tokenizer.model").is_file():
-        return _from_sentencepiece(directory)
+    try:
+        if (directory / "tokenizer.json").is_file():
+            return _from_tokenizer_json(directory)
+        if (directory / "tokenizer.model").is_file():
+            return _from_sentencepiece(directory)
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{directory}: its tokenizer files are not as transformers writes them "
+            f"({type(error).__name__}: {error})"
+        ) from error
     raise ConfigError(
         f"{directory}: no tokenizer.json or tokenizer.model; add one (transformers: "
         "AutoTokenizer … save_pretrained), or name another with --tokenizer"

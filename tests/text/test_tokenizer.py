@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -269,3 +270,13 @@ def test_loading_is_quick_and_imports_neither_torch_nor_transformers(model_g):
     started = time.perf_counter()
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert float(found.stdout) < 0.8, f"{time.perf_counter() - started:.2f} s in all"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"chat_template": [{"nam": 1}]}, {"added_tokens_decoder": {"1": 5}}]
+)
+def test_settings_of_another_shape_are_the_users_to_mend(tmp_path, model_r, settings):
+    shutil.copy(model_r / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="tokenizer files are not as transformers writes them"):
+        load_tokenizer(tmp_path)
