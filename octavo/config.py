@@ -100,6 +100,7 @@ class ModelConfig:
         False,
         "batch-invariant logits: one row is computed the same way in any batch (slower)",
         group="model",
+        later=(True,),
     )
 
 
@@ -400,7 +401,8 @@ def _check_value(f: Any, value: Any) -> None:
     """Raises ConfigError when ``value`` is not one that the field can take."""
     spelling = "--" + f.name.replace("_", "-")
     if value in f.metadata.get("later", ()):
-        raise ConfigError(f"{spelling} {value}: not in this version")
+        shown = spelling if value is True else f"{spelling} {value}"
+        raise ConfigError(f"{shown}: not in this version")
     choices = f.metadata.get("choices")
     if choices and value is not None and value not in choices:
         raise ConfigError(f"{spelling} {value}: choose from {', '.join(map(str, choices))}")

@@ -94,6 +94,7 @@ class Scheduler:
         self._in_flight = InFlight()
         self._freed_slots: list[int] = []
         self.finished_early: list[Request] = []  # ended without a step; emptied by the engine
+        self._starved = (-1, 0)  # who could not be allocated last, with so many blocks free
         self._step = 0
         self._sequence = 0
 
@@ -292,6 +293,8 @@ class Scheduler:
                 return  # preempted: first in line, but its last tokens are still being drawn
             if self.prefix.must_wait(request):
                 continue
+            if self._starved == (request.handle, self.pool.num_free) and len(self.running):
+                return  # nothing has been freed since it could not be allocated
             match = self.prefix.lookup(request)
             if self.prefix.is_being_computed(request, match):
                 continue
@@ -302,6 +305,7 @@ class Scheduler:
                 return
             computed = self._allocate(request, match, builder)
             if computed is None:
+                self._starved = (request.handle, self.pool.num_free)
                 return  # the first that cannot be allocated stops admission
             self.waiting.remove(request)
             self._count_admission(request, computed)

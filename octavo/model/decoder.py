@@ -26,6 +26,7 @@ from octavo.model.spec import DecoderSpec, LayerSpec, TensorScaling
 from octavo.ops import registry
 from octavo.ops.attention import AttentionGeometry, PagedAttention, copy_blocks
 from octavo.quant.dense import Dense
+from octavo.types import ConfigError
 
 Progress = Callable[[str, float], None]
 
@@ -216,6 +217,12 @@ def load_model(path: str | Path, config: EngineConfig, progress: Progress) -> Mo
     """
     source = open_source(Path(path), config.model)
     dtype, reason = choose_dtype(config.model.dtype)
+    computed, kept = str(dtype).removeprefix("torch."), config.cache.kv_cache_dtype
+    if kept not in ("auto", computed):
+        raise ConfigError(
+            f"--kv-cache-dtype {kept}: on a CPU this version keeps the cache in the numbers it "
+            f"computes with, {computed}; use auto, or --dtype {kept}"
+        )
     model = Model(source.spec, dtype)
     model.reasons["dtype"] = reason
     load_weights(model, source, dtype, progress)

@@ -27,7 +27,7 @@ VLLM_FLAGS = """
 --kv-cache-memory-bytes 4GiB | --max-num-seqs 256 | --max-num-batched-tokens 8192
 --enable-chunked-prefill | --no-enable-chunked-prefill | --long-prefill-token-threshold 512
 --enable-prefix-caching | --no-enable-prefix-caching | --scheduling-policy priority
---priority-ageing 2.5 | --deterministic | --prefix-cache-scope key | --step-deadline 60
+--priority-ageing 2.5 | --prefix-cache-scope key | --step-deadline 60
 --block-size 16 | --block-size auto | --num-gpu-blocks-override 10 | --kv-cache-dtype bfloat16
 --enforce-eager | --tensor-parallel-size 1 | -tp 1 | --pipeline-parallel-size 1 | -pp 1
 --data-parallel-size 1 | -dp 1 | --distributed-executor-backend uni | --load-format safetensors
@@ -107,7 +107,7 @@ def test_the_tables_of_foreign_flags_are_walked_in_full() -> None:
     "tokens",
     cases(
         "--scheduling-policy fair | --load-format bitsandbytes | --kv-cache-dtype fp8\n"
-        "--kv-cache-dtype int8 | --kv-cache-dtype fp8_e5m2"
+        "--kv-cache-dtype int8 | --kv-cache-dtype fp8_e5m2 | --deterministic"
     ),
     ids=" ".join,
 )

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.config import EngineConfig, ModelConfig
+from octavo.config import EngineConfig, ModelConfig, from_flags
+from octavo.model.decoder import load_model
 from octavo.model.dtype import choose_dtype
 from octavo.model.facts import default_sampling, eos_ids, read_spec
 from octavo.model.loader.load import open_source
@@ -182,6 +183,13 @@ def test_model_that_does_not_fit_is_refused_with_the_numbers(copy, monkeypatch):
     save_file(tensors, directory / "model.safetensors")
     monkeypatch.setattr("octavo.model.loader.load.available_memory", lambda: 1000)
     assert "weights need" in refuse(directory)
+
+
+def test_a_cache_dtype_other_than_the_computed_one_is_refused_not_ignored(copy):
+    directory, _ = copy
+    config = from_flags(EngineConfig, {"dtype": "float32", "kv_cache_dtype": "float16"})
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype float16.*float32"):
+        load_model(directory, config, lambda phase, fraction: None)
 
 
 def test_eos_ids_of_config_and_generation_config_are_joined(copy):
