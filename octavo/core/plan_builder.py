@@ -28,7 +28,7 @@ class PlanBuilder:
         self._new_slots: list[int] = []
         self._new_counts: list[int] = []
         self._new: list[tuple[NewRequest, Int32]] = []
-        # New table entries, a column each: slot, index in its table, number of ids; and the ids.
+        # New table entries, a column each: row, index in its table, number of ids; and the ids.
         self._grown: list[tuple[Int32, Int32, Int32]] = []
         self._blocks: list[int] = []
         self._copies: list[tuple[int, int]] = []
@@ -41,10 +41,10 @@ class PlanBuilder:
         """The rows of requests that already run."""
         self._slots, self._counts = slots, counts
 
-    def add_blocks(self, slots: Int32, indices: Int32, counts: Int32, blocks: list[int]) -> None:
-        """``counts[i]`` of the blocks go to the table of ``slots[i]``, from ``indices[i]`` on.
-        Slots come in the order of the rows, each once."""
-        self._grown.append((slots, indices, counts))
+    def add_blocks(self, rows: Int32, indices: Int32, counts: Int32, blocks: list[int]) -> None:
+        """``counts[i]`` of the blocks go to the table of row ``rows[i]``, from ``indices[i]`` on.
+        Rows come in order, each once."""
+        self._grown.append((rows, indices, counts))
         self._blocks += blocks
 
     def add_copy(self, source: int, destination: int) -> None:
@@ -55,10 +55,11 @@ class PlanBuilder:
         new = NewRequest(
             slot, request.prompt_len, request.params, request.seed, min_stop_ids, request.bad_words
         )
+        row, num_blocks = int32([self.num_rows]), int32([len(request.blocks)])
+        self.add_blocks(row, NO_ROWS, num_blocks, request.blocks)
         self._new.append((new, request.tokens))
         self._new_slots.append(slot)
         self._new_counts.append(count)
-        self.add_blocks(int32([slot]), int32([0]), int32([len(request.blocks)]), request.blocks)
 
     def build(self, step: int, freed_slots: list[int]) -> StepPlan:
         running = self._running
@@ -75,7 +76,7 @@ class PlanBuilder:
         flags = draws.astype(np.uint8) * SAMPLE
         if running.prompt_logprob_slots:
             self._flag_prompt_logprobs(flags, slots, starts)
-        block_starts, block_indptr, block_ids = self._block_columns(slots)
+        block_starts, block_indptr, block_ids = self._block_columns(len(slots))
         return StepPlan(
             step=step,
             slots=slots,
@@ -100,15 +101,14 @@ class PlanBuilder:
             ):
                 flags[row] |= PROMPT_LOGPROBS
 
-    def _block_columns(self, slots: Int32) -> tuple[Int32, Int32, Int32]:
-        block_starts = np.zeros(len(slots), dtype=np.int32)
-        indptr = np.zeros(len(slots) + 1, dtype=np.int32)
+    def _block_columns(self, num_rows: int) -> tuple[Int32, Int32, Int32]:
+        block_starts = np.zeros(num_rows, dtype=np.int32)
+        indptr = np.zeros(num_rows + 1, dtype=np.int32)
         if not self._blocks:
             return block_starts, indptr, EMPTY
-        grown, indices, counts = map(np.concatenate, zip(*self._grown))
-        row_of = np.zeros(len(self._running.requests), dtype=np.int32)
-        row_of[slots] = np.arange(len(slots), dtype=np.int32)
-        rows = row_of[grown]
+        rows, indices, counts = self._grown[0]
+        if len(self._grown) > 1:
+            rows, indices, counts = map(np.concatenate, zip(*self._grown))
         block_starts[rows] = indices
         indptr[rows + 1] = counts
         return block_starts, indptr.cumsum(dtype=np.int32), int32(self._blocks)

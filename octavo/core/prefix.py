@@ -56,22 +56,21 @@ class PrefixIndex:
     def advance(self, request: Request, ids: Int32) -> None:
         """``ids``: all tokens whose KV is in issued plans and whose ids are known. Makes the blocks
         that are now full findable."""
-        size, keys = self.pool.block_size, request.chain.keys
-        first, full = request.num_registered, len(ids) // size
-        if full <= first:
-            return
-        raw, step = ids[first * size : full * size].tobytes(), size * ids.itemsize
-        parent = request.chain.parent(first)
-        for index in range(first, full):
-            block_ids = raw[(index - first) * step : (index - first + 1) * step]
-            if index == len(keys):
-                keys.append(chain_key(parent, block_ids))
-            key = keys[index]
-            self.pool.register(request.blocks[index], parent, block_ids, key)
-            if request.pending_keys and self._computing.get(key) is request:
-                del self._computing[key]
-            parent = key
-        request.num_registered = full
+        size = self.pool.block_size
+        for index in range(request.num_registered, len(ids) // size):
+            self.append(request, ids[index * size : (index + 1) * size].tobytes())
+
+    def append(self, request: Request, block_ids: bytes) -> None:
+        """The same for the next full block of the request alone, by its ids (int32)."""
+        index, keys = request.num_registered, request.chain.keys
+        parent = keys[index - 1] if index else request.chain.root
+        if index == len(keys):
+            keys.append(chain_key(parent, block_ids))
+        key = keys[index]
+        self.pool.register(request.blocks[index], parent, block_ids, key)
+        request.num_registered = index + 1
+        if request.pending_keys and self._computing.get(key) is request:
+            del self._computing[key]
 
     def complete(self, request: Request, ids: Int32) -> None:
         """All that the request began with is computed: its open block is findable, nobody waits."""

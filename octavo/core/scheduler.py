@@ -94,6 +94,7 @@ class Scheduler:
         self._in_flight = InFlight()
         self._freed_slots: list[int] = []
         self.finished_early: list[Request] = []  # ended without a step; emptied by the engine
+        self._places = np.arange(pool.block_size, dtype=np.int32)
         self._starved = (-1, 0)  # who could not be allocated last, with so many blocks free
         self._step = 0
         self._sequence = 0
@@ -183,7 +184,7 @@ class Scheduler:
         self._step += 1
         self.counters.steps += 1
         self._in_flight.push(plan, self.running.epoch[plan.slots])
-        if self.running.entered or plan.num_tokens.max() > 1:
+        if self.running.entered or np.count_nonzero(plan.num_tokens > 1):
             self._advance(plan.slots)  # prompts; what decoding fills is found in ``update``
         return plan
 
@@ -192,12 +193,12 @@ class Scheduler:
         running, limits = self.running, self.limits
         order = running.order
         need = np.minimum(running.total[order], running.limit[order] - 1) - running.computed[order]
-        num_idle, chunk_rows = int((need <= 0).sum()), np.nonzero(need > 1)[0]
-        num_decode = len(order) - num_idle - len(chunk_rows)
+        num_decode = int(np.count_nonzero(need == 1))
         budget = limits.max_num_batched_tokens - num_decode
         chunk_budget = self._chunk_budget(num_decode)
-        if not num_idle and not len(chunk_rows) and budget >= 0:
-            return order, need, budget, chunk_budget  # all decode
+        if num_decode == len(order) and budget >= 0:
+            return order, need, budget, chunk_budget
+        chunk_rows = np.nonzero(need > 1)[0]
         for row in chunk_rows.tolist():
             need[row] = count = self._chunk(int(need[row]), budget, chunk_budget)
             budget -= count
@@ -226,25 +227,27 @@ class Scheduler:
         """Blocks for the rows that outgrow theirs. While there are too few, the last in line is
         preempted. Returns the rows and counts that are left, and whether any was."""
         running, size = self.running, self.pool.block_size
-        held = running.capacity[rows] // size
-        missing = np.maximum(-(-(running.computed[rows] + counts) // size) - held, 0)
+        over = running.computed[rows] + counts - running.capacity[rows]  # tokens without a place
+        grown = over > 0
+        if not np.count_nonzero(grown):
+            return rows, counts, False
+        missing = (over + (size - 1)) // size * grown
         preempted = False
-        while (total := int(missing.sum())) > self.pool.num_free:
+        while (total := int(np.add.reduce(missing))) > self.pool.num_free:
             victim = int(running.order[-1])
             self._preempt(victim)
             preempted = True
             left = rows != victim
-            rows, counts, held, missing = rows[left], counts[left], held[left], missing[left]
-        if total:
-            grown = missing > 0
-            slots, missing = rows[grown], missing[grown]
-            blocks = self.pool.take(total)
-            builder.add_blocks(slots, held[grown], missing, blocks)
-            running.capacity[slots] += missing * size
-            taken = 0
-            for slot, count in zip(slots.tolist(), missing.tolist()):
-                running.at(slot).blocks += blocks[taken : taken + count]
-                taken += count
+            rows, counts, missing = rows[left], counts[left], missing[left]
+        positions = np.nonzero(missing)[0].astype(np.int32)
+        slots, missing = rows[positions], missing[positions]
+        blocks = self.pool.take(total)
+        builder.add_blocks(positions, running.capacity[slots] // size, missing, blocks)
+        running.capacity[slots] += missing * size
+        taken = 0
+        for slot, count in zip(slots.tolist(), missing.tolist()):
+            running.at(slot).blocks += blocks[taken : taken + count]
+            taken += count
         return rows, counts, preempted
 
     def _preempt(self, slot: int) -> None:
@@ -270,17 +273,30 @@ class Scheduler:
         """Makes blocks findable that are full, computed by issued plans, and known by their ids."""
         running, size = self.running, self.pool.block_size
         valid = np.minimum(running.known[slots], running.computed[slots])
-        complete = valid - valid % size > running.registered[slots]
+        first = running.registered[slots]
+        grown = valid - first >= size
+        if np.count_nonzero(grown):
+            self._register_full(slots[grown], first[grown], valid[grown])
         if running.entered:
-            complete |= np.isin(slots, list(running.entered)) & (valid == running.known[slots])
-        slots, valid = slots[complete], valid[complete]
-        running.registered[slots] = valid - valid % size
-        for slot, count in zip(slots.tolist(), valid.tolist()):
-            request, tokens = running.at(slot), running.tokens[slot, :count]
-            self.prefix.advance(request, tokens)
-            if running.entered and slot in running.entered and count == running.known[slot]:
+            began = np.isin(slots, list(running.entered)) & (valid == running.known[slots])
+            for slot, count in zip(slots[began].tolist(), valid[began].tolist()):
                 running.entered.discard(slot)
-                self.prefix.complete(request, tokens)
+                self.prefix.complete(running.at(slot), running.tokens[slot, :count])
+
+    def _register_full(self, slots: Int32, first: Int32, valid: Int32) -> None:
+        """Blocks of tokens ``first`` .. ``valid`` of each slot; in steady decode just one of each,
+        so the ids of every first block are taken in one go."""
+        running, size = self.running, self.pool.block_size
+        raw = running.tokens[slots[:, None], first[:, None] + self._places].tobytes()
+        step = size * running.tokens.itemsize
+        for row, slot in enumerate(slots.tolist()):
+            self.prefix.append(running.at(slot), raw[row * step : (row + 1) * step])
+        running.registered[slots] = first + size
+        more = valid - first >= 2 * size
+        if np.count_nonzero(more):
+            for slot, count in zip(slots[more].tolist(), valid[more].tolist()):
+                self.prefix.advance(running.at(slot), running.tokens[slot, :count])
+                running.registered[slot] = count - count % size
 
     # ---- admission ----
 
