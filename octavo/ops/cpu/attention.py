@@ -73,7 +73,7 @@ class _Row:
 class _State:
     cos: Tensor  # [T, 1, d]
     sin: Tensor  # [T, 1, d], first half negated
-    write: Tensor  # [T, 2 * kv_heads] rows of the cache seen as [.., d]
+    write: Tensor  # [T * 2 * kv_heads] rows of the cache seen as [.., d]
     groups: list[_Group]
     rows: list[_Row]
     decode_rows: int
@@ -112,7 +112,7 @@ class CPUPagedAttention:
         return _State(
             cos.unsqueeze(1),
             sin.unsqueeze(1),
-            pieces * batch.block_size + offset[:, None],
+            (pieces * batch.block_size + offset[:, None]).flatten(),
             self._groups(batch, dtype),
             [
                 self._row(batch, row, dtype)
@@ -245,7 +245,8 @@ class CPUPagedAttention:
             normed = F.rms_norm(rotary, (dim,), None, geometry.qk_norm_eps)
             torch.mul(normed, qk_weight, out=rotary)
         _rotate_(rotary, state.cos, state.sin)
-        cache.view(-1, dim)[state.write] = heads[:, geometry.num_heads :]
+        fresh = heads[:, geometry.num_heads :].reshape(-1, dim)
+        cache.view(-1, dim).index_copy_(0, state.write, fresh)
 
         width = geometry.num_heads * dim
         query = qkv[:, :width]
