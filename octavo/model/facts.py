@@ -5,12 +5,12 @@ Never imports torch: ``octavo plan``, refusals and the API process answer from h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.gguf import GGUFFile
+from octavo.checkpoint.json_file import read_object
 from octavo.model.families.catalogue import family_of
 from octavo.model.families.gguf_config import config_from_gguf
 from octavo.model.families.reading import ConfigReader
@@ -32,7 +32,7 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     if is_gguf(path):
         config = gguf_config(GGUFFile(path))
     else:
-        config = _read_json(path / "config.json")
+        config = read_object(path / "config.json")
         if "text_config" in config:
             raise ConfigError(
                 f"{path / 'config.json'}: text_config marks a multimodal model; text decoders only"
@@ -101,19 +101,7 @@ def default_sampling(path: str | Path) -> dict[str, Any]:
 
 def _generation_config(path: Path) -> dict[str, Any]:
     file = path / "generation_config.json"
-    return _read_json(file) if file.exists() else {}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: holds {type(value).__name__}, not a JSON object")
-    return value
+    return read_object(file, missing_ok=True)
 
 
 def merged(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

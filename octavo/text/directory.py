@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from octavo.checkpoint.json_file import read_object
 from octavo.text.pieces import PieceType, sentencepiece_backend
 from octavo.text.sentencepiece_model import read_sentencepiece_model
 from octavo.text.vocabulary import Spelling, Vocabulary
@@ -35,19 +36,6 @@ def read_directory_vocabulary(directory: Path) -> Vocabulary:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object; {} when there is no such file. Raises ConfigError when it is not valid JSON."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
 def _from_tokenizer_json(directory: Path) -> Vocabulary:
     path = directory / "tokenizer.json"
     try:
@@ -56,7 +44,7 @@ def _from_tokenizer_json(directory: Path) -> Vocabulary:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     backend.no_truncation()
     backend.no_padding()
-    settings = read_json(directory / "tokenizer_config.json")
+    settings = read_object(directory / "tokenizer_config.json", missing_ok=True)
     named = _named_tokens(settings, directory)
     special_ids = _add_named(backend, named, settings)
     spelling, adds_space = _spelling(backend, path)
@@ -89,7 +77,7 @@ def _from_sentencepiece(directory: Path) -> Vocabulary:
         charsmap=model.charsmap,
         collapse_spaces=model.collapse_spaces,
     )
-    settings = read_json(directory / "tokenizer_config.json")
+    settings = read_object(directory / "tokenizer_config.json", missing_ok=True)
     named = {"bos_token": "<s>", "eos_token": "</s>", **_named_tokens(settings, directory)}
     named = {name: text for name, text in named.items() if backend.token_to_id(text) is not None}
     special_ids = _add_named(backend, named, settings)
@@ -112,7 +100,7 @@ def _from_sentencepiece(directory: Path) -> Vocabulary:
 
 def _named_tokens(settings: dict[str, Any], directory: Path) -> dict[str, str]:
     """bos_token, eos_token …; each is a string or an object with ``content``."""
-    older = read_json(directory / "special_tokens_map.json")
+    older = read_object(directory / "special_tokens_map.json", missing_ok=True)
     found = {}
     for name in (f"{name}_token" for name in _NAMES):
         value = settings[name] if name in settings else older.get(name)
@@ -196,7 +184,7 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
         templates["default"] = declared
     elif isinstance(declared, list):
         templates = {item["name"]: item["template"] for item in declared}
-    in_json = read_json(directory / "chat_template.json").get("chat_template")
+    in_json = read_object(directory / "chat_template.json", missing_ok=True).get("chat_template")
     if isinstance(in_json, str):
         templates["default"] = in_json
     file = directory / "chat_template.jinja"
