@@ -40,11 +40,15 @@ class Running:
         self.stop_from = np.zeros(max_num_seqs, dtype=np.int32)  # EOS counts from this length on
         self.handles = np.zeros(max_num_seqs, dtype=np.int64)
         self.epoch = np.zeros(max_num_seqs, dtype=np.int64)  # raised when the slot changes hands
-        self.first_len = np.zeros(max_num_seqs, dtype=np.int32)  # length with one output token
+        self.undrawn: set[int] = set()  # slots that have drawn nothing since they were placed
         self.watched: set[int] = set()  # slots with stop ids of their own
         self.silent: set[int] = set()  # slots that draw nothing (max_tokens 0)
         self.prompt_logprob_slots: set[int] = set()
         self.entered: set[int] = set()  # slots whose open last block others may be waiting for
+        self._special_slots = (
+            *(self.undrawn, self.watched, self.silent),
+            *(self.prompt_logprob_slots, self.entered),
+        )
         self.order: Int32 = np.zeros(0, dtype=np.int32)  # slots in use, first in line first
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -75,7 +79,7 @@ class Running:
         first = request.prompt_len + request.params.min_tokens + 1
         self.stop_from[slot] = never if request.params.ignore_eos else first
         self.handles[slot] = request.handle
-        self.first_len[slot] = request.prompt_len + 1
+        self.undrawn.add(slot)
         self.entered.add(slot)
         if request.stop_ids:
             self.watched.add(slot)
@@ -94,7 +98,7 @@ class Running:
         request.slot = -1
         self.requests[slot] = None
         self.epoch[slot] += 1
-        for special in (self.watched, self.silent, self.prompt_logprob_slots, self.entered):
+        for special in self._special_slots:
             special.discard(slot)
         self._free.append(slot)
         self.order = self.order[self.order != slot]

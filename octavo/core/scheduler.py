@@ -94,6 +94,7 @@ class Scheduler:
         self._in_flight = InFlight()
         self._freed_slots: list[int] = []
         self.finished_early: list[Request] = []  # ended without a step; emptied by the engine
+        self._all_rows = np.arange(limits.max_num_seqs, dtype=np.int32)
         self._places = np.arange(pool.block_size, dtype=np.int32)
         self._starved = (-1, 0)  # who could not be allocated last, with so many blocks free
         self._step = 0
@@ -382,18 +383,21 @@ class Scheduler:
         """Takes the result of the oldest plan in flight."""
         issued = self._in_flight.match(result)
         plan, running = issued.plan, self.running
-        drew = result.num_accepted > 0
         live = running.epoch[plan.slots] == issued.epochs
-        rows = np.nonzero(drew & live)[0].astype(np.int32)
-        slots = plan.slots[rows]
-        tokens = result.tokens[rows, 0]
-        known = running.known[slots] + 1
-        running.tokens[slots, known - 1] = tokens
+        drew = live & (result.num_accepted > 0)
+        rows, slots, tokens = self._all_rows[: plan.num_rows], plan.slots, result.tokens[:, 0]
+        if np.count_nonzero(drew) < plan.num_rows:
+            rows = np.nonzero(drew)[0].astype(np.int32)
+            slots, tokens = slots[rows], tokens[rows]
+        place = running.known[slots]
+        known = place + 1
+        running.tokens[slots, place] = tokens
         running.known[slots] = known
-        self._stamp_first_tokens(slots[known == running.first_len[slots]])
+        if running.undrawn:
+            self._stamp_first_tokens(slots)
         handles = running.handles[slots]
         row_handles = self._prompt_logprob_handles(result, issued, live)
-        self._advance(plan.slots[live])
+        self._advance(slots if len(slots) == plan.num_rows else plan.slots[live])
         finished = self._finish_rows(slots, tokens, known)
         finished += self._finish_silent(plan, live)
         orphans = self._adopt_orphans(result, issued, finished)
@@ -430,9 +434,10 @@ class Scheduler:
     def _finish_rows(self, slots: Int32, tokens: Int32, known: Int32) -> list[Request]:
         running = self.running
         done: Bools = known >= running.limit[slots]
-        may_stop = known >= running.stop_from[slots]
         for eos in self.eos_ids:
-            done |= (tokens == eos) & may_stop
+            ends = tokens == eos
+            if np.count_nonzero(ends):
+                done |= ends & (known >= running.stop_from[slots])
         if running.watched:
             done |= np.isin(slots, list(running.watched))
         finished = []
@@ -483,8 +488,12 @@ class Scheduler:
         return adopted
 
     def _stamp_first_tokens(self, slots: Int32) -> None:
-        for slot in slots.tolist():
-            self.running.at(slot).timings.first_token = self._clock()
+        """``slots`` have just drawn; for some it was the first token since they were placed."""
+        for slot in self.running.undrawn.intersection(slots.tolist()):
+            self.running.undrawn.discard(slot)
+            timings = self.running.at(slot).timings
+            if timings.first_token < 0:
+                timings.first_token = self._clock()
 
     def _prompt_logprob_handles(
         self, result: StepResult, issued: Issued, live: Bools
