@@ -1,11 +1,10 @@
-"""The one forward that runs every family, and ``load_model`` that fills it."""
+"""The one forward that runs every family."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,12 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.config import EngineConfig
 from octavo.model.attention import Attention, geometry_of
 from octavo.model.batch import ForwardBatch
-from octavo.model.dtype import choose_dtype
 from octavo.model.linear import Linear
-from octavo.model.loader.load import load_weights, open_source
 from octavo.model.mlp import MLP
 from octavo.model.norm import Norm
 from octavo.model.rope import Rope
@@ -26,9 +22,6 @@ from octavo.model.spec import DecoderSpec, LayerSpec, TensorScaling
 from octavo.ops import registry
 from octavo.ops.attention import AttentionGeometry, PagedAttention, copy_blocks
 from octavo.quant.dense import Dense
-from octavo.types import ConfigError
-
-Progress = Callable[[str, float], None]
 
 
 class Part(Protocol):
@@ -110,7 +103,7 @@ class RopeFactors:
 
 
 class Model:
-    """A decoder with its weights. Made by ``load_model``; all methods are for inference only.
+    """A decoder with its weights (``loader.load.load_model``), for inference only.
 
     ``implementations``: operation -> the version chosen for it. ``reasons``: why ``dtype`` is what
     it is. ``weight_bytes``: what the weights take in memory.
@@ -207,23 +200,3 @@ def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     torch.zeros writes them all): gigabytes are there at once."""
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
-
-
-def load_model(path: str | Path, config: EngineConfig, progress: Progress) -> Model:
-    """A model from a checkpoint directory or a GGUF file.
-
-    ``progress(phase, fraction)`` is called while weights load. Raises ConfigError, in one line, for
-    whatever is wrong with the files, before memory is taken where the headers tell.
-    """
-    source = open_source(Path(path), config.model)
-    dtype, reason = choose_dtype(config.model.dtype)
-    computed, kept = str(dtype).removeprefix("torch."), config.cache.kv_cache_dtype
-    if kept not in ("auto", computed):
-        raise ConfigError(
-            f"--kv-cache-dtype {kept}: on a CPU this version keeps the cache in the numbers it "
-            f"computes with, {computed}; use auto, or --dtype {kept}"
-        )
-    model = Model(source.spec, dtype)
-    model.reasons["dtype"] = reason
-    load_weights(model, source, dtype, progress)
-    return model

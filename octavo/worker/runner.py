@@ -12,7 +12,8 @@ from torch import Tensor
 
 from octavo.config import EngineConfig, available_cores, available_memory
 from octavo.core.plan import SAMPLE, NewRequest, StepPlan, StepResult
-from octavo.model.decoder import Model, load_model
+from octavo.model.decoder import Model
+from octavo.model.loader.load import load_model
 from octavo.types import SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.info import PhaseClock, WorkerInfo

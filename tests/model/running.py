@@ -9,7 +9,8 @@ import torch
 
 from octavo.config import EngineConfig, ModelConfig
 from octavo.model.batch import ForwardBatch
-from octavo.model.decoder import Model, load_model
+from octavo.model.decoder import Model
+from octavo.model.loader.load import load_model
 
 BLOCK = 16
 TINY: dict[str, Any] = {

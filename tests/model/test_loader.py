@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.config import EngineConfig, ModelConfig, from_flags
-from octavo.model.decoder import load_model
 from octavo.model.dtype import choose_dtype
 from octavo.model.facts import default_sampling, eos_ids, read_spec
-from octavo.model.loader.load import open_source
+from octavo.model.loader.load import load_model, open_source
 from octavo.model.loader.source import check_complete
 from octavo.ops.cpu.linear import has_bf16
 from octavo.types import ConfigError

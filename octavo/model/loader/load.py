@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from octavo.checkpoint.gguf import GGUFFile
-from octavo.config import GIB, ModelConfig, available_memory
+from octavo.config import GIB, EngineConfig, ModelConfig, available_memory
+from octavo.model.decoder import Model
+from octavo.model.dtype import choose_dtype
 from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_config
 from octavo.model.families.catalogue import family_of
 from octavo.model.loader.dummy import DummySource
@@ -19,8 +20,27 @@ from octavo.model.loader.safetensors import SafetensorsSource
 from octavo.model.loader.source import WeightSource, check_complete
 from octavo.types import ConfigError
 
-if TYPE_CHECKING:
-    from octavo.model.decoder import Model
+Progress = Callable[[str, float], None]
+
+
+def load_model(path: str | Path, config: EngineConfig, progress: Progress) -> Model:
+    """A model from a checkpoint directory or a GGUF file.
+
+    ``progress(phase, fraction)`` is called while weights load. Raises ConfigError, in one line, for
+    whatever is wrong with the files, before memory is taken where the headers tell.
+    """
+    source = open_source(Path(path), config.model)
+    dtype, reason = choose_dtype(config.model.dtype)
+    computed, kept = str(dtype).removeprefix("torch."), config.cache.kv_cache_dtype
+    if kept not in ("auto", computed):
+        raise ConfigError(
+            f"--kv-cache-dtype {kept}: on a CPU this version keeps the cache in the numbers it "
+            f"computes with, {computed}; use auto, or --dtype {kept}"
+        )
+    model = Model(source.spec, dtype)
+    model.reasons["dtype"] = reason
+    load_weights(model, source, dtype, progress)
+    return model
 
 
 def open_source(path: Path, config: ModelConfig) -> WeightSource:
@@ -48,7 +68,7 @@ def open_source(path: Path, config: ModelConfig) -> WeightSource:
 
 
 def load_weights(
-    model: Model, source: WeightSource, dtype: torch.dtype, progress: Callable[[str, float], None]
+    model: Model, source: WeightSource, dtype: torch.dtype, progress: Progress
 ) -> None:
     """Part by part, so that the peak stays near the final size."""
     parts = model.parts()
