@@ -88,12 +88,22 @@ TESTS = [
     ),
     Test(
         "server",
-        "32 mixed requests, server against offline",
+        "32 mixed requests, server (streamed) against offline",
         "output tok/s",
         [workload.mixed],
         _rate,
         peer="octavo",
         subject="octavo-server",
+        target=0.95,
+    ),
+    Test(
+        "server-plain",
+        "32 mixed requests, server (not streamed) against offline",
+        "output tok/s",
+        [workload.mixed],
+        _rate,
+        peer="octavo",
+        subject="octavo-server-plain",
         target=0.95,
     ),
 ]
