@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from octavo.config import limit_spinning
-from tests.fixtures import models, server
+from tests.fixtures import models, server, triton_interpreter
 from tests.fixtures.scripted import ScriptedModel, scripted_model
 
 limit_spinning()  # tests import torch before an engine could
+if not torch.cuda.is_available():
+    triton_interpreter.enable()
 
 # CI runs the same examples every time; a developer who changed the scheduler explores new ones.
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)

@@ -28,7 +28,9 @@ def has_bf16() -> bool:
 
 
 def _available(device: str, dtype: torch.dtype) -> bool:
-    return device == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    if device != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # not with AVX2 alone
 
 
 @register("linear", "onednn", _available)
