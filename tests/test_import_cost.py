@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "pandas", "scipy")
+HEAVY = ("torch", "triton", "transformers", "pandas", "scipy")
 LIGHT_MODULES = {
     "octavo": (*HEAVY, "numpy", "fastapi"),
     "octavo.cli.main": (*HEAVY, "numpy", "fastapi", "aiohttp", "rich", "huggingface_hub"),
@@ -33,3 +33,14 @@ def test_importing_brings_nothing_heavy(module: str) -> None:
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
     assert [name for name in LIGHT_MODULES[module] if name in loaded] == []
+
+
+def test_a_cpu_never_imports_triton():
+    script = (
+        "import sys, torch; from octavo.ops import registry; import octavo.worker.runner;"
+        "[registry.select(op, 'cpu', torch.bfloat16) for op in registry.operations()];"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "torch" in done.stdout.split() and "triton" not in done.stdout.split()

@@ -105,16 +105,17 @@ class RopeFactors:
 class Model:
     """A decoder with its weights (``loader.load.load_model``), for inference only.
 
-    ``implementations``: operation -> the version chosen for it. ``reasons``: why ``dtype`` is what
-    it is. ``weight_bytes``: what the weights take in memory.
+    ``device``: "cpu" or "cuda". ``implementations``: operation -> the version chosen for it.
+    ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory.
     """
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: str = "cpu") -> None:
         self.spec = spec
         self.dtype = dtype
+        self.device = device
         self.reasons: dict[str, str] = {}
         self.weight_bytes = 0
-        chosen = {op: registry.select(op, "cpu", dtype) for op in registry.operations()}
+        chosen = {op: registry.select(op, device, dtype) for op in registry.operations()}
         self.implementations = {op: version.name for op, version in chosen.items()}
         make_linear = partial(Linear, format=Dense(), operation=chosen["linear"].call)
         make_norm = partial(Norm, operation=chosen["rms_norm"].call)

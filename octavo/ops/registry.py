@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 
-_MODULES = (
-    "octavo.ops.norm",
-    "octavo.ops.linear",
-    "octavo.ops.attention",
-    "octavo.ops.cpu.norm",
-    "octavo.ops.cpu.linear",
-    "octavo.ops.cpu.attention",
-)
+_DEFINITIONS = ("octavo.ops.norm", "octavo.ops.linear", "octavo.ops.attention")
+# Imported where the device is used: importing Triton takes a third of a second.
+_BY_DEVICE: dict[str, tuple[str, ...]] = {
+    "cpu": ("octavo.ops.cpu.norm", "octavo.ops.cpu.linear", "octavo.ops.cpu.attention"),
+    "cuda": (),
+}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -55,19 +54,23 @@ def register(
     return add
 
 
-def versions(op: str) -> list[Version]:
-    """All versions of an operation, its definition first."""
-    for module in _MODULES:
+def versions(op: str, device: str = "cpu") -> list[Version]:
+    """The versions of an operation that exist where ``device`` ("cpu", "cuda") is used, its
+    definition first. Whether one runs there is its ``available``."""
+    modules = _BY_DEVICE[device]
+    if device == "cuda" and find_spec("triton") is None:
+        modules = ()
+    for module in (*_DEFINITIONS, *modules):
         import_module(module)
     return _versions[op]
 
 
 def operations() -> list[str]:
-    for module in _MODULES:
+    for module in _DEFINITIONS:
         import_module(module)
     return list(_versions)
 
 
 def select(op: str, device: str, dtype: torch.dtype) -> Version:
-    """The preferred version that runs on ``device`` ("cpu") with ``dtype``."""
-    return [v for v in versions(op) if v.available(device, dtype)][-1]
+    """The preferred version that runs on ``device`` ("cpu", "cuda") with ``dtype``."""
+    return [v for v in versions(op, device) if v.available(device, dtype)][-1]

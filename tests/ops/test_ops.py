@@ -16,6 +16,7 @@ RUNS_ANYWHERE = {"cpu-amx"}  # chosen only where it is faster
 
 
 def cases(op: str):
+    """What runs on a CPU. The Triton versions have files of their own (test_triton_*.py)."""
     return [
         pytest.param(version, dtype, id=f"{version.name}-{str(dtype)[6:]}")
         for version in registry.versions(op)

@@ -23,8 +23,10 @@ from octavo.types import ConfigError
 Progress = Callable[[str, float], None]
 
 
-def load_model(path: str | Path, config: EngineConfig, progress: Progress) -> Model:
-    """A model from a checkpoint directory or a GGUF file.
+def load_model(
+    path: str | Path, config: EngineConfig, progress: Progress, device: str = "cpu"
+) -> Model:
+    """A model from a checkpoint directory or a GGUF file, for ``device`` ("cpu", "cuda").
 
     ``progress(phase, fraction)`` is called while weights load. Raises ConfigError, in one line, for
     whatever is wrong with the files, before memory is taken where the headers tell.
@@ -37,7 +39,7 @@ def load_model(path: str | Path, config: EngineConfig, progress: Progress) -> Mo
             f"--kv-cache-dtype {kept}: on a CPU this version keeps the cache in the numbers it "
             f"computes with, {computed}; use auto, or --dtype {kept}"
         )
-    model = Model(source.spec, dtype)
+    model = Model(source.spec, dtype, device)
     model.reasons["dtype"] = reason
     load_weights(model, source, dtype, progress)
     return model
