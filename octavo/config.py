@@ -455,7 +455,7 @@ RETIRED_FLAGS: dict[str, str] = {
     "--guided-decoding-backend": "llguidance is the only backend; use --structured-outputs-config",
     "--disable-frontend-multiprocessing": "use octavo.LLM for an engine in the same process",
     "--disable-log-requests": "requests are not logged unless --enable-log-requests is given",
-    "--device": "the device is detected; nothing to set",
+    "--device": "a GPU is used where CUDA shows one; CUDA_VISIBLE_DEVICES= runs on the CPU",
     "--num-scheduler-steps": "steps overlap by default (--async-scheduling)",
     "--preemption-mode": "preemption is always by recompute",
     "--task": "the server offers what the model can do; nothing to set",

@@ -56,7 +56,7 @@ def configuration(info: EngineInfo) -> str:
     kv_tokens = info.num_blocks * info.block_size
     values = {
         "architecture": info.architecture,
-        "device": f"{info.device}, {info.threads} threads",
+        "device": info.device,
         "dtype": info.dtype,
         "weights": size(info.weight_bytes),
         "max_model_len": f"{info.max_model_len:,} tokens",
@@ -67,6 +67,8 @@ def configuration(info: EngineInfo) -> str:
         "max_num_seqs": f"{info.max_num_seqs:,}",
         "max_num_batched_tokens": f"{info.max_num_batched_tokens:,}",
     }
+    if info.device_kind == "cpu":
+        values["device"] += f", {info.threads} threads"
     if info.default_sampling:
         values["sampling defaults"] = json.dumps(info.default_sampling)
     rows = [(name, value, info.reasons.get(name, "")) for name, value in values.items()]

@@ -72,7 +72,7 @@ class EngineInfo(msgspec.Struct):
     model: str
     architecture: str
     dtype: str
-    device: str
+    device: str  # for people: "cpu", "cuda:0 NVIDIA H200"
     threads: int
     vocab_size: int  # ids below this may be sent
     max_model_len: int
@@ -87,6 +87,7 @@ class EngineInfo(msgspec.Struct):
     startup_seconds: dict[str, float]  # phase -> seconds
     reasons: dict[str, str]  # setting -> why it has the value it has, for those not asked for
     default_sampling: dict[str, Any] = {}  # from generation_config.json
+    device_kind: str = "cpu"  # for code: "cpu" or "cuda"
 
 
 class Ready(Message, tag=True):

@@ -45,6 +45,7 @@ def start_engine(config: EngineConfig, progress: ProgressSink) -> tuple[Engine, 
         startup_seconds=found.startup_seconds,
         reasons=found.reasons,
         default_sampling=sampling,
+        device_kind=found.device_kind,
     )
     return Engine(config, info, executor), executor
 

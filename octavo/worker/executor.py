@@ -95,14 +95,24 @@ def columns(plan: StepPlan) -> str:
 
 
 def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[Runner, WorkerInfo]:
-    """A started runner; its thread must be the one that executes (torch's thread count is its)."""
+    """A started runner of the device found; its thread must be the one that executes (torch's
+    thread count and current GPU are its)."""
     clock = PhaseClock(progress)
     clock.enter("import torch")
     limit_spinning()
+    from octavo.worker.device import choose_device
     from octavo.worker.runner import Runner
 
     imported = clock.finish()
-    runner = Runner(config, path)
+    device = choose_device()
+    if device.kind == "cuda":
+        from octavo.worker.cuda_runner import CudaRunner
+
+        device.enter()
+        runner: Runner = CudaRunner(config, path, device)
+    else:
+        runner = Runner(config, path)
     info = runner.start(progress)
     phases = {**imported, **info.startup_seconds}  # in the order in which they happened
-    return runner, replace(info, startup_seconds=phases)
+    reasons = {"device": device.reason, **info.reasons}
+    return runner, replace(info, startup_seconds=phases, reasons=reasons)

@@ -13,7 +13,8 @@ class WorkerInfo:
 
     architecture: str
     dtype: str
-    device: str
+    device: str  # for people: "cpu", "cuda:0 NVIDIA H200"
+    device_kind: str  # for code: "cpu" or "cuda"
     vocab_size: int
     max_model_len: int
     block_size: int

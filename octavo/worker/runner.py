@@ -65,6 +65,7 @@ class Runner:
             architecture=spec.architecture,
             dtype=str(self.model.dtype).removeprefix("torch."),
             device="cpu",
+            device_kind="cpu",
             vocab_size=spec.vocab_size,
             max_model_len=memory.max_model_len,
             block_size=memory.block_size,
