@@ -57,7 +57,8 @@ class ModelConfig:
     )
     dtype: str = flag(
         "auto",
-        "numbers to compute with; auto: the checkpoint's, BF16 where the CPU has it, else FP32",
+        "numbers to compute with; auto: on a GPU the checkpoint's 16-bit ones (BF16 for FP32), on "
+        "a CPU BF16 where it has it, else FP32",
         group="model",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
         top=True,

@@ -152,7 +152,7 @@ class Model:
         factors = self._rope_factors.factors if self._rope_factors else None
         for layer in self.spec.layers:
             self._ropes[geometry_of(layer.mixer)] = Rope(
-                layer.mixer.rope, layer.mixer.head_dim, factors
+                layer.mixer.rope, layer.mixer.head_dim, factors, self.device
             )
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -166,10 +166,10 @@ class Model:
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """One tensor per layer. Zeros: masked places are multiplied by 0, so must be finite."""
-        return [
-            zeros_on_demand(layer.mixer.operation.kv_shape(num_blocks, block_size), self.dtype)
-            for layer in self.layers
-        ]
+        shapes = [layer.mixer.operation.kv_shape(num_blocks, block_size) for layer in self.layers]
+        if self.device == "cpu":
+            return [zeros_on_demand(shape, self.dtype) for shape in shapes]
+        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
 
     @torch.inference_mode()
     def copy_blocks(self, cache: list[Tensor], pairs: Tensor) -> None:

@@ -26,7 +26,13 @@ class Rope:
     ``factors``: FP32 [head_dim / 2], the checkpoint's divisors for ``TensorScaling``.
     """
 
-    def __init__(self, spec: RopeSpec, head_dim: int, factors: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        spec: RopeSpec,
+        head_dim: int,
+        factors: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.spec = spec
         self.head_dim = head_dim
         scaling = spec.scaling
@@ -41,7 +47,9 @@ class Rope:
             self.attention_factor = scaling.attention_factor
         elif isinstance(scaling, TensorScaling):
             assert factors is not None
-            self.frequencies = self.frequencies / factors
+            self.frequencies = self.frequencies / factors.cpu()
+        self.frequencies = self.frequencies.to(device)
+        self._exponents = _exponents(head_dim).to(device)
 
     def __call__(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """positions, lengths (of each one's context): int64 [m]. FP32 [m, head_dim / 2] each."""
@@ -58,7 +66,7 @@ class Rope:
         exponent = self.head_dim / (self.head_dim - 2)
         excess = lengths.clamp(min=scaling.original) / scaling.original
         base = self.spec.theta * (scaling.factor * excess - (scaling.factor - 1)) ** exponent
-        return base[:, None] ** -_exponents(self.head_dim)
+        return base[:, None] ** -self._exponents
 
 
 def _exponents(head_dim: int) -> Tensor:

@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.config import EngineConfig, ModelConfig, from_flags
-from octavo.model.dtype import choose_dtype
 from octavo.model.facts import default_sampling, eos_ids, read_spec
 from octavo.model.loader.load import load_model, open_source
 from octavo.model.loader.source import check_complete
-from octavo.ops.cpu.linear import has_bf16
 from octavo.types import ConfigError
 from tests.model.running import all_logits, load, random_ids, reference_logits, write_checkpoint
 
@@ -206,12 +204,6 @@ def test_eos_ids_of_config_and_generation_config_are_joined(copy):
     assert eos_ids(directory) == [] and default_sampling(directory) == {}
 
 
-def test_dtype_is_bf16_where_the_cpu_has_it():
-    dtype, reason = choose_dtype("auto")
-    assert dtype == (torch.bfloat16 if has_bf16() else torch.float32) and "BF16" in reason
-    assert choose_dtype("half")[0] == torch.float16
-
-
 # ---- GGUF ----
 
 
@@ -286,7 +278,7 @@ def test_gguf_types_equal_the_reference_dequantization(tmp_path, kind):
     reader = gguf.GGUFReader(str(file))
     stored = next(t for t in reader.tensors if t.name == "blk.1.ffn_down.weight")
     expected = gguf.quants.dequantize(stored.data, stored.tensor_type)
-    found = source.read("layers.1.down.weight", (64, 96), torch.float32)
+    found = source.fetch("layers.1.down.weight", (64, 96), torch.float32)()
     torch.testing.assert_close(found, torch.from_numpy(expected.copy()).view(64, 96))
 
 
@@ -327,6 +319,14 @@ def test_gguf_rope_factors_are_applied(tmp_path):
     )
 
 
+def test_gguf_rope_factors_are_not_rounded(tmp_path):
+    write_checkpoint(tmp_path, "Llama")
+    factors = torch.linspace(1.0, 8.0, 8) + 0.001
+    file = write_gguf(tmp_path / "m.gguf", tmp_path, "F32", factors=factors)
+    model = load(file, dtype="float16")
+    assert torch.equal(model._rope_factors.factors, factors)
+
+
 def test_gguf_facts_and_refusals(tmp_path):
     write_checkpoint(tmp_path, "Llama")
     file = write_gguf(tmp_path / "m.gguf", tmp_path, "F16")
@@ -344,6 +344,6 @@ def test_check_is_made_from_headers_alone(copy):
     directory, tensors = copy
     save_file(tensors, directory / "model.safetensors")
     source = open_source(directory, EngineConfig().model)
-    source.read = None  # type: ignore[method-assign]
+    source.fetch = None  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="missing"):
         check_complete(source, {"layers.9.q.weight": (64, 64)})

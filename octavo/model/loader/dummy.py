@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,24 +16,46 @@ _POOL = 1_000_003  # a prime: tiled rows of any width differ
 
 
 class DummySource:
-    """Seeded: matrices N(0, 1 / in), norms 1, biases small; the same for the same seed."""
+    """Seeded: matrices N(0, 1 / in), norms 1, biases small; the same for the same seed and device.
+
+    On a CPU numbers are cut from a pool of a million; a GPU draws each one, where it will lie.
+    """
 
     shapes = None
 
-    def __init__(self, path: Path, spec: DecoderSpec, seed: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        spec: DecoderSpec,
+        seed: int,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.where = str(path)
         self.spec = spec
-        generator = torch.Generator().manual_seed(seed)
-        self._pool = torch.randn(_POOL, generator=generator)
-        self._offset = 0
+        self.dtype = dtype
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        if device == "cpu":
+            self._pool = torch.randn(_POOL, generator=self._generator)
+            self._offset = 0
 
     def stored_name(self, name: str) -> str:
         return name
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        return partial(self._make, name, shape, dtype)
+
+    def close(self) -> None:
+        pass
+
+    def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name.endswith("norm.weight") or name.startswith("rope_factors"):
-            return torch.ones(shape, dtype=dtype)
+            return torch.ones(shape, dtype=dtype, device=self.device)
         scale = 1 / math.sqrt(shape[-1]) if len(shape) > 1 else 0.02
+        if self.device != "cpu":
+            empty = torch.empty(shape, dtype=dtype, device=self.device)
+            return empty.normal_(0.0, scale, generator=self._generator)
         count = math.prod(shape)
         self._offset = (self._offset + 7919) % _POOL
         pool = self._pool.roll(-self._offset).mul_(scale).to(dtype)

@@ -1,43 +1,77 @@
-"""GGUF checkpoints: tensors are dequantized while loading, in torch for the common types.
+"""GGUF checkpoints: tensors are dequantized while loading, in torch for the common types (where the
+weights will lie: a GPU gets the stored bytes), by the ``gguf`` package for the others.
 
 Block layouts: https://github.com/ggml-org/ggml (ggml-common.h); a block holds 32 values.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.gguf import GGUFFile
+from octavo.checkpoint.gguf import GGUFFile, GGUFTensor
 from octavo.model.families.family import Family
 from octavo.model.loader.source import translate
+from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
 
 
 class GGUFSource:
-    def __init__(self, file: GGUFFile, spec: DecoderSpec, family: Family) -> None:
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: DecoderSpec,
+        family: Family,
+        uploader: Uploader | None = None,
+    ) -> None:
+        """``uploader``: to the device that is not the CPU."""
         self.where = str(file.path)
         self.spec = spec
         self._names = family.gguf_names
         self._interleaves = family.gguf_interleaves
         self._file = file
         self.shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
+        self.dtype = _commonest(file)
+        self._uploader = uploader
 
     def stored_name(self, name: str) -> str:
         return translate(name, self._names)
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        stored = self.stored_name(name)
-        kind = self._file.tensors[stored].type.name
-        values = dequantize(self._file.raw(stored), kind, stored, self.where, dtype).view(shape)
-        part = name.split(".")[-2]
-        if self._interleaves and part in ("q", "k"):
-            values = halves_from_neighbours(values, self.spec.layers[0].mixer.head_dim)
+    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        stored = self._file.tensors[self.stored_name(name)]
+        kind = stored.type.name
+        if self._uploader is None or not _is_decoded_here(kind):
+            return lambda: self._in_order(name, self._decoded(stored, dtype).view(shape))
+        raw = self._uploader.begin(self._file.path, stored.offset, stored.num_bytes)
+        return lambda: self._in_order(name, _decode(raw(), kind, dtype).view(shape))
+
+    def close(self) -> None:
+        if self._uploader is not None:
+            self._uploader.close()
+
+    def _decoded(self, stored: GGUFTensor, dtype: torch.dtype) -> Tensor:
+        raw = self._file.raw(stored.name)
+        values = dequantize(raw, stored.type.name, stored.name, self.where, dtype)
+        return values.to(self._uploader.device) if self._uploader else values
+
+    def _in_order(self, name: str, values: Tensor) -> Tensor:
+        if self._interleaves and name.split(".")[-2] in ("q", "k"):
+            return halves_from_neighbours(values, self.spec.layers[0].mixer.head_dim)
         return values
+
+
+def _commonest(file: GGUFFile) -> torch.dtype | None:
+    """What the matrices are stored in, by bytes: FP16, BF16 and FP32 as such; None for quantized
+    types, whose values are of no dtype."""
+    sizes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        sizes[tensor.type.name] += tensor.num_bytes
+    return _PLAIN.get(sizes.most_common(1)[0][0]) if sizes else None
 
 
 def halves_from_neighbours(rows: Tensor, head_dim: int) -> Tensor:
@@ -48,14 +82,8 @@ def halves_from_neighbours(rows: Tensor, head_dim: int) -> Tensor:
 
 def dequantize(raw: np.ndarray, kind: str, name: str, where: str, dtype: torch.dtype) -> Tensor:
     """raw: uint8, all bytes of one tensor; ``kind``: its GGML type's name. Flat, in ``dtype``."""
-    if kind in _PLAIN:
-        return torch.from_numpy(np.array(raw)).view(_PLAIN[kind]).to(dtype)
-    if kind in _BLOCKS:
-        num_bytes, decode = _BLOCKS[kind]
-        blocks = torch.from_numpy(np.array(raw)).view(-1, num_bytes)
-        out = torch.empty(len(blocks), 32, dtype=dtype)
-        decode(blocks, out)
-        return out.view(-1)
+    if _is_decoded_here(kind):
+        return _decode(torch.from_numpy(np.array(raw)), kind, dtype)
     from gguf import GGMLQuantizationType, quants
 
     try:
@@ -63,6 +91,23 @@ def dequantize(raw: np.ndarray, kind: str, name: str, where: str, dtype: torch.d
     except NotImplementedError as error:
         raise ConfigError(f"{where}: {name} is of type {kind}, which cannot be read") from error
     return torch.from_numpy(values).to(dtype).view(-1)
+
+
+def _is_decoded_here(kind: str) -> bool:
+    return kind in _PLAIN or kind in _BLOCKS
+
+
+def _decode(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """raw: uint8, on any device; ``kind``: see ``_is_decoded_here``. Flat, in ``dtype``."""
+    if kind in _PLAIN:
+        return raw.view(_PLAIN[kind]).to(dtype)
+    num_bytes, decode = _BLOCKS[kind]
+    blocks = raw.view(-1, num_bytes)
+    out = torch.empty(len(blocks), 32, dtype=dtype, device=raw.device)
+    for begin in range(0, len(blocks), _BLOCKS_AT_A_TIME):
+        part = slice(begin, begin + _BLOCKS_AT_A_TIME)
+        decode(blocks[part], out[part])
+    return out.view(-1)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -89,6 +134,8 @@ def _nibbles(packed: Tensor, scale: Tensor, minimum: Tensor, out: Tensor) -> Non
         half.copy_(torch.addcmul(minimum, nibble.float(), scale))
 
 
+# Intermediate values are FP32: so many blocks keep them under 200 MB.
+_BLOCKS_AT_A_TIME = 1 << 20
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Type -> (bytes of a block, what turns blocks [n, bytes] into values [n, 32]).
 _BLOCKS: dict[str, tuple[int, Callable[[Tensor, Tensor], None]]] = {

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from octavo.checkpoint.gguf import GGUFFile
 from octavo.config import GIB, EngineConfig, ModelConfig, available_memory
-from octavo.model.decoder import Model
+from octavo.model.decoder import Model, Part
 from octavo.model.dtype import choose_dtype
 from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_config
 from octavo.model.families.catalogue import family_of
@@ -18,9 +22,13 @@ from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
 from octavo.model.loader.safetensors import SafetensorsSource
 from octavo.model.loader.source import WeightSource, check_complete
+from octavo.model.loader.upload import Uploader
 from octavo.types import ConfigError
 
 Progress = Callable[[str, float], None]
+
+# Weights of later parts that are on their way to a GPU while a part is built.
+BYTES_AHEAD = 1 << 30
 
 
 def load_model(
@@ -31,22 +39,23 @@ def load_model(
     ``progress(phase, fraction)`` is called while weights load. Raises ConfigError, in one line, for
     whatever is wrong with the files, before memory is taken where the headers tell.
     """
-    source = open_source(Path(path), config.model)
-    dtype, reason = choose_dtype(config.model.dtype)
-    computed, kept = str(dtype).removeprefix("torch."), config.cache.kv_cache_dtype
-    if kept not in ("auto", computed):
-        raise ConfigError(
-            f"--kv-cache-dtype {kept}: on a CPU this version keeps the cache in the numbers it "
-            f"computes with, {computed}; use auto, or --dtype {kept}"
-        )
-    model = Model(source.spec, dtype, device)
-    model.reasons["dtype"] = reason
-    load_weights(model, source, dtype, progress)
+    with closing(open_source(Path(path), config.model, device)) as source:
+        dtype, reason = choose_dtype(config.model.dtype, device, source.dtype)
+        computed, kept = str(dtype).removeprefix("torch."), config.cache.kv_cache_dtype
+        if kept not in ("auto", computed):
+            raise ConfigError(
+                f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
+                f"with, {computed}; use auto, or --dtype {kept}"
+            )
+        model = Model(source.spec, dtype, device)
+        model.reasons["dtype"] = reason
+        load_weights(model, source, dtype, progress)
     return model
 
 
-def open_source(path: Path, config: ModelConfig) -> WeightSource:
-    """The checkpoint at ``path`` as ``--load-format`` says; only headers are read."""
+def open_source(path: Path, config: ModelConfig, device: str = "cpu") -> WeightSource:
+    """The checkpoint at ``path`` as ``--load-format`` says, its tensors bound for ``device``; only
+    headers are read."""
     file = GGUFFile(path) if is_gguf(path) else None  # a long vocabulary is parsed once
     if file is None:
         values = read_config(path, config.hf_overrides)
@@ -58,15 +67,16 @@ def open_source(path: Path, config: ModelConfig) -> WeightSource:
     if kind == "auto":
         kind = "gguf" if file else "safetensors"
     if kind == "dummy":
-        return DummySource(path, spec, config.seed)
+        return DummySource(path, spec, config.seed, device, stated_dtype(values))
     if (kind == "gguf") != (file is not None):
         raise ConfigError(
             f"--load-format {kind}: {path} is a {'GGUF file' if file else 'directory'}; "
             "use --load-format auto"
         )
+    uploader = Uploader(device) if device != "cpu" else None
     if file is not None:
-        return GGUFSource(file, spec, family)
-    return SafetensorsSource(path, spec, family)
+        return GGUFSource(file, spec, family, uploader)
+    return SafetensorsSource(path, spec, family, uploader)
 
 
 def load_weights(
@@ -83,18 +93,67 @@ def load_weights(
     check_complete(source, wanted)
 
     elements = sum(math.prod(shape) for shape in wanted.values())
-    if model.spec.tied_embeddings:
+    if model.spec.tied_embeddings and model.device == "cpu":
         elements += model.spec.vocab_size * model.spec.hidden_size  # the head's repacked copy
     model.weight_bytes = elements * dtype.itemsize
-    free = available_memory()
+    _check_free(model, source)
+    ahead = 0 if model.device == "cpu" else BYTES_AHEAD
+    for index, (part, tensors) in enumerate(_fetched(parts, source, dtype, ahead)):
+        progress("loading weights", index / len(parts))
+        part.load(tensors)
+    model.finish()
+    progress("loading weights", 1.0)
+
+
+def _fetched(
+    parts: Sequence[Part], source: WeightSource, dtype: torch.dtype, ahead: int
+) -> Iterator[tuple[Part, dict[str, Tensor]]]:
+    """Each part with its tensors, in order. Those of later parts, up to so many bytes, are fetched
+    meanwhile."""
+    coming: deque[tuple[Part, dict[str, Callable[[], Tensor]], int]] = deque()
+    under_way = 0
+    left = iter(parts)
+    while True:
+        while not coming or under_way < ahead:
+            if (part := next(left, None)) is None:
+                break
+            wanted = dict(part.wanted())
+            size = sum(map(math.prod, wanted.values())) * dtype.itemsize
+            calls = {name: source.fetch(name, wanted[name], _kept(name, dtype)) for name in wanted}
+            coming.append((part, calls, size))
+            under_way += size
+        if not coming:
+            return
+        part, calls, size = coming.popleft()
+        under_way -= size
+        yield part, {name: call() for name, call in calls.items()}
+
+
+def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Divisors of the rotary frequencies stay FP32: rounding turns far positions by radians."""
+    return torch.float32 if name.startswith("rope_factors") else dtype
+
+
+def _check_free(model: Model, source: WeightSource) -> None:
+    if model.device == "cpu":
+        free, state = available_memory(), "are free"
+        remedy = "use a smaller model or free memory"
+    else:
+        free, total = torch.cuda.mem_get_info()
+        state = f"of the GPU's {total / GIB:.1f} are free"
+        remedy = (
+            "use a smaller model, end what else holds its memory, or hide the GPU with "
+            "CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
     if model.weight_bytes > free:
         raise ConfigError(
             f"{source.where}: weights need {model.weight_bytes / GIB:.1f} GiB as "
-            f"{str(dtype).removeprefix('torch.')}, {free / GIB:.1f} GiB are free: use a smaller "
-            "model or free memory"
+            f"{str(model.dtype).removeprefix('torch.')}, {free / GIB:.1f} GiB {state}: {remedy}"
         )
-    for index, part in enumerate(parts):
-        progress("loading weights", index / len(parts))
-        part.load({name: source.read(name, shape, dtype) for name, shape in part.wanted()})
-    model.finish()
-    progress("loading weights", 1.0)
+
+
+def stated_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """What a config.json says its weights are in (``dtype``, older: ``torch_dtype``)."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    return found if isinstance(found, torch.dtype) else None

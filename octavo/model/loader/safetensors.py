@@ -1,7 +1,7 @@
 """Safetensors checkpoints: one file, shards with an index, or several files without one.
 
 Headers are read here (format: https://github.com/huggingface/safetensors), so that a fault is told
-before memory is taken; data is memory-mapped.
+before memory is taken. For a CPU data is memory-mapped; to a GPU ``loader.upload`` brings it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from octavo.model.families.family import Family
 from octavo.model.loader.source import translate
+from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
 
@@ -39,32 +42,57 @@ class Stored:
 
 
 class SafetensorsSource:
-    def __init__(self, path: Path, spec: DecoderSpec, family: Family) -> None:
+    def __init__(
+        self, path: Path, spec: DecoderSpec, family: Family, uploader: Uploader | None = None
+    ) -> None:
+        """``uploader``: to the device that is not the CPU."""
         self.where = str(path)
         self.spec = spec
         self._names = family.hf_names
         self._stored = read_headers(path)
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
+        self.dtype = _commonest(self._stored)
+        self._uploader = uploader
         self._maps: dict[Path, mmap.mmap] = {}
 
     def stored_name(self, name: str) -> str:
         return translate(name, self._names)
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
         stored = self._stored[self.stored_name(name)]
         if stored.dtype not in _DTYPES:
             raise ConfigError(
                 f"{stored.file}: {self.stored_name(name)} is {stored.dtype}; "
                 f"this version reads {', '.join(_DTYPES)}"
             )
+        kind = _DTYPES[stored.dtype]
+        if self._uploader is None:
+            return lambda: self._flat(stored).view(shape).to(dtype, copy=True)
+        raw = self._uploader.begin(stored.file, stored.offset, stored.num_bytes)
+        return lambda: raw().view(kind).view(shape).to(dtype)
+
+    def close(self) -> None:
+        self._maps.clear()
+        if self._uploader is not None:
+            self._uploader.close()
+
+    def _flat(self, stored: Stored) -> Tensor:
+        """In the mapped file: read-only by convention."""
         data = self._maps.get(stored.file)
         if data is None:
             with stored.file.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._maps[stored.file] = data
-        kind = _DTYPES[stored.dtype]
-        flat = torch.frombuffer(data, dtype=kind, count=math.prod(shape), offset=stored.offset)
-        return flat.view(shape).to(dtype, copy=True)
+        kind, count = _DTYPES[stored.dtype], math.prod(stored.shape)
+        return torch.frombuffer(data, dtype=kind, count=count, offset=stored.offset)
+
+
+def _commonest(tensors: Mapping[str, Stored]) -> torch.dtype | None:
+    """By bytes: norms are often kept in FP32 beside 16-bit matrices."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        sizes[tensor.dtype] += tensor.num_bytes
+    return _DTYPES.get(sizes.most_common(1)[0][0]) if sizes else None
 
 
 def checkpoint_files(directory: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -18,7 +18,8 @@ _HARMLESS = re.compile("|".join(HARMLESS))
 
 class WeightSource(Protocol):
     """``where`` names the checkpoint in errors. ``shapes``: stored name -> shape, None when the
-    source makes what is asked for."""
+    source makes what is asked for. ``dtype``: what most of the weights are stored in, None when
+    nothing says so."""
 
     @property
     def where(self) -> str: ...
@@ -29,11 +30,18 @@ class WeightSource(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None: ...
 
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+
     def stored_name(self, name: str) -> str:
         """The checkpoint's name of our tensor ``name`` (``layers.3.q.weight``)."""
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Our tensor ``name``, converted, in memory of its own."""
+    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Starts to bring our tensor ``name`` to the device. The call returned gives it, converted,
+        in memory of its own."""
+
+    def close(self) -> None:
+        """Gives back what fetching needed."""
 
 
 def translate(name: str, names: Mapping[str, str]) -> str:

@@ -1,0 +1,133 @@
+"""Weights on their way to a GPU: through readers' staging buffers, part by part, ahead of use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from octavo.config import ModelConfig
+from octavo.model.decoder import Model
+from octavo.model.loader.load import _fetched, load_weights, open_source
+from octavo.model.loader.upload import Uploader
+from octavo.types import ConfigError
+from tests.model.running import all_logits, load, random_ids, write_checkpoint
+from tests.model.test_loader import split_in_two, write_gguf
+
+BYTES = bytes(range(256)) * 40  # 10,240
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "f").write_bytes(BYTES)
+    return tmp_path / "f"
+
+
+@pytest.fixture
+def uploader():
+    made = Uploader("cpu", readers=3, piece=100)
+    yield made
+    made.close()
+
+
+def test_what_arrives_is_what_lies_in_the_file(file: Path, uploader: Uploader) -> None:
+    wanted = [(0, 10_240), (7, 1), (99, 100), (500, 101), (10_239, 1), (3, 0)]
+    under_way = [uploader.begin(file, offset, count) for offset, count in wanted]
+    for call, (offset, count) in zip(under_way, wanted):
+        found = call()
+        assert found.dtype == torch.uint8
+        assert bytes(found.numpy()) == BYTES[offset : offset + count]
+
+
+def test_it_works_under_inference_mode(file: Path, uploader: Uploader) -> None:
+    with torch.inference_mode():
+        assert bytes(uploader.begin(file, 5, 1000)().numpy()) == BYTES[5:1005]
+
+
+def test_a_file_that_has_become_shorter_ends_with_its_name(file: Path, uploader: Uploader) -> None:
+    call = uploader.begin(file, 10_000, 1000)
+    with pytest.raises(ConfigError, match=rf"{file}: cannot be read: it ends at byte 10240"):
+        call()
+
+
+def test_closing_ends_readers_and_files(file: Path, uploader: Uploader) -> None:
+    import os
+    import threading
+
+    uploader.begin(file, 0, 10_000)
+    descriptor = uploader._open(file)
+    uploader.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("octavo-reader")]
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+def upload_all(path: Path, uploader: Uploader):
+    """The source, its tensors going through ``uploader`` as to a GPU."""
+    source = open_source(path, ModelConfig())
+    source._uploader = uploader
+    return source
+
+
+@pytest.mark.parametrize("ahead", (0, 20_000, 1 << 30))
+def test_uploaded_safetensors_give_the_same_model(tmp_path, uploader, ahead, monkeypatch):
+    write_checkpoint(tmp_path, "Llama")
+    kinds = (torch.float32, torch.float16, torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    split_in_two(tmp_path, {n: t.to(kinds[i % 3]) for i, (n, t) in enumerate(tensors.items())})
+    source = upload_all(tmp_path, uploader)
+    model = Model(source.spec, torch.float32)
+    order = [part for part, _ in _fetched(model.parts(), source, torch.float32, ahead)]
+    assert order == model.parts()
+    monkeypatch.setattr(
+        "octavo.model.loader.load._fetched",
+        lambda parts, source, dtype, _: _fetched(parts, source, dtype, ahead),
+    )
+    load_weights(model, source, torch.float32, lambda phase, fraction: None)
+    ids = random_ids(40)
+    assert torch.equal(all_logits(model, ids), all_logits(load(tmp_path), ids))
+
+
+@pytest.mark.parametrize("kind", ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"))
+def test_uploaded_gguf_tensors_are_the_same(tmp_path, uploader, kind, monkeypatch):
+    monkeypatch.setattr("octavo.model.loader.gguf._BLOCKS_AT_A_TIME", 50)
+    write_checkpoint(tmp_path, "Llama")
+    file = write_gguf(tmp_path / "m.gguf", tmp_path, kind)
+    plain, uploaded = open_source(file, ModelConfig()), upload_all(file, uploader)
+    for name, shape in (
+        ("layers.1.down.weight", (64, 96)),
+        ("layers.0.q.weight", (64, 64)),
+        ("norm.weight", (64,)),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = uploaded.fetch(name, shape, dtype)()
+            assert found.dtype == dtype
+            assert torch.equal(found, plain.fetch(name, shape, dtype)())
+
+
+def test_only_so_many_bytes_are_on_their_way(tmp_path, uploader):
+    """A part, and those after it until the limit is passed."""
+    write_checkpoint(tmp_path, "Llama")
+    source = upload_all(tmp_path, uploader)
+    asked: list[str] = []
+    fetch = source.fetch
+    source.fetch = lambda name, shape, dtype: asked.append(name) or fetch(name, shape, dtype)
+    parts = Model(source.spec, torch.float32).parts()
+    sizes = [sum(torch.Size(s).numel() * 4 for _, s in part.wanted()) for part in parts]
+    turns = _fetched(parts, source, torch.float32, sum(sizes[:2]) + 1)
+    next(turns)
+    assert asked == [name for part in parts[:3] for name, _ in part.wanted()]
+
+
+def test_a_model_too_large_for_the_gpu_is_refused_with_the_numbers(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, "Llama")
+    source = open_source(tmp_path, ModelConfig())
+    model = Model(source.spec, torch.float32)
+    model.device = "cuda"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 16 << 30))
+    with pytest.raises(ConfigError) as error:
+        load_weights(model, source, torch.float32, lambda phase, fraction: None)
+    assert "0.0 GiB of the GPU's 16.0 are free: use a smaller model, end" in str(error.value)
