@@ -109,15 +109,15 @@ class ModelConfig:
 class CacheConfig:
     block_size: int | None = flag(
         None,
-        "tokens in a KV block (auto: 16 on CPU)",
+        "tokens in a KV block (auto: 16 on a CPU, 64 on a GPU)",
         group="cache",
         kind="int_or_auto",
         minimum=1,
     )
     kv_cache_memory_bytes: int | None = flag(
         None,
-        "exact KV cache size, e.g. 4GiB (CPU default: 40 %% of free memory, at most what "
-        "max-num-seqs requests of full length can use)",
+        "exact KV cache size, e.g. 4GiB (default: on a CPU 40 %% of free memory, on a GPU what "
+        "gpu-memory-utilization leaves; at most what max-num-seqs requests of full length can use)",
         group="cache",
         kind="bytes",
         top=True,
@@ -152,10 +152,17 @@ class CacheConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int | None = flag(
-        None, "cap on running requests (CPU: 128)", group="scheduler", top=True, minimum=1
+        None,
+        "cap on running requests (CPU: 128; GPU: 256, from 70 GiB on 1024)",
+        group="scheduler",
+        top=True,
+        minimum=1,
     )
     max_num_batched_tokens: int | None = flag(
-        None, "token budget of one step (CPU: 2048)", group="scheduler", minimum=1
+        None,
+        "token budget of one step (CPU: 2048; GPU: 2048, from 70 GiB on 8192)",
+        group="scheduler",
+        minimum=1,
     )
     enable_chunked_prefill: bool = flag(
         True, "split long prompts over steps so that running requests go on", group="scheduler"

@@ -17,8 +17,9 @@ from octavo.model.loader.load import load_model
 from octavo.types import SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.info import PhaseClock, WorkerInfo
-from octavo.worker.memory import MemoryPlan, plan_memory
+from octavo.worker.memory import plan_memory
 from octavo.worker.sampler import Sampler, describe, join, no_logprobs, stack
+from octavo.worker.sizes import MemoryPlan
 from octavo.worker.slots import Slots
 
 # Logits are computed for so many bytes of rows at a time.

@@ -6,7 +6,8 @@ import pytest
 
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.types import ConfigError
-from octavo.worker.memory import MemoryPlan, plan_memory
+from octavo.worker.memory import plan_memory
+from octavo.worker.sizes import MemoryPlan
 
 TOKEN_BYTES = 1000
 GIB = 1 << 30
