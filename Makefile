@@ -14,7 +14,7 @@ PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo stop install install-test test lint types format hooks bench soak bench-guide clean distclean
+.PHONY: help demo stop install install-test test lint types format hooks bench bench-gpu soak bench-guide clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -69,6 +69,10 @@ hooks: install-test  ## run lint and types before every commit
 bench: install-test  ## speed, against transformers in the same environment
 	@$(BIN)/python -m benchmarks.scheduler
 	@$(BIN)/python -m benchmarks.cpu
+
+bench-gpu: install-test  ## speed on one GPU, offline and through the server
+	@$(BIN)/python -m benchmarks.gpu
+	@$(BIN)/python -m benchmarks.gpu.serve
 
 soak: install-test  ## 200 streaming clients with random aborts for five minutes
 	@$(BIN)/python -m benchmarks.soak

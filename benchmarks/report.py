@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def environment() -> dict[str, Any]:
     """Commit, machine, versions and command of this run."""
-    packages = ("torch", "transformers", "tokenizers", "numpy")
+    packages = ("torch", "triton", "transformers", "tokenizers", "numpy")
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "commit": _commit(),
@@ -28,8 +28,17 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": available_cores(),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {name: version for name in packages if (version := _version(name))},
     }
+
+
+def gpus() -> list[str]:
+    """Name, memory and driver of each GPU of this machine."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    return answer.stdout.strip().splitlines()
 
 
 def cpu_name() -> str:
@@ -49,8 +58,16 @@ def save(name: str, figures: dict[str, Any]) -> Path:
     return file
 
 
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _module() -> str:
-    return ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
+    parts = Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__main__")
 
 
 def _commit() -> str:
