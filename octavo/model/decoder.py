@@ -152,7 +152,11 @@ class Model:
         factors = self._rope_factors.factors if self._rope_factors else None
         for layer in self.spec.layers:
             self._ropes[geometry_of(layer.mixer)] = Rope(
-                layer.mixer.rope, layer.mixer.head_dim, factors, self.device
+                layer.mixer.rope,
+                layer.mixer.head_dim,
+                self.spec.max_position,
+                factors,
+                self.device,
             )
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:

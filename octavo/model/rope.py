@@ -18,23 +18,27 @@ from octavo.model.spec import (
 
 
 class Rope:
-    """cos and sin of any positions; ``octavo.ops.attention.Rope`` as a callable.
+    """cos and sin of any positions on ``device``; an ``octavo.ops.attention.Rope``.
 
     With ``DynamicScaling`` the frequencies follow the context length of the step that computes a
     token, and its key keeps them: as transformers' ``generate`` does with a cache.
 
-    ``factors``: FP32 [head_dim / 2], the checkpoint's divisors for ``TensorScaling``.
+    ``max_position``: positions a context may have. ``factors``: FP32 [head_dim / 2], the
+    checkpoint's divisors for ``TensorScaling``.
     """
 
     def __init__(
         self,
         spec: RopeSpec,
         head_dim: int,
+        max_position: int,
         factors: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.spec = spec
         self.head_dim = head_dim
+        self.max_position = max_position
+        self._tables: dict[tuple[int, torch.device], Tensor] = {}
         scaling = spec.scaling
         self.attention_factor = 1.0
         self.frequencies = base_frequencies(spec.theta, head_dim)
@@ -60,6 +64,17 @@ class Rope:
         if self.attention_factor == 1.0:
             return angles.cos(), angles.sin()
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def table(self, length: int, device: torch.device) -> Tensor | None:
+        """cos, then sin of the first ``length`` positions, FP32 [length, head_dim]. Made once, so
+        not while a CUDA graph is captured. None with ``DynamicScaling``."""
+        if isinstance(self.spec.scaling, DynamicScaling):
+            return None
+        if (length, device) not in self._tables:
+            positions = torch.arange(length, device=self.frequencies.device)
+            table = torch.cat(self(positions, positions), dim=1)
+            self._tables[length, device] = table.to(device)
+        return self._tables[length, device]
 
     def _dynamic(self, scaling: DynamicScaling, lengths: Tensor) -> Tensor:
         """[m, head_dim / 2]: the base grows with each context (NTK-aware, bloc97, emozilla)."""

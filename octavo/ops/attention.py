@@ -8,7 +8,6 @@ the cache belongs to it (``kv_shape``), and ``prepare`` does once per step what 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,8 +17,19 @@ from torch import Tensor
 from octavo.ops.norm import rms_norm
 from octavo.ops.registry import register
 
-# (positions [m], context length of each one's row [m]) -> cos and sin, FP32 [m, head_dim / 2]
-Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+class Rope(Protocol):
+    """Rotary angles (model.rope.Rope)."""
+
+    max_position: int  # positions 0 .. max_position - 1 occur
+
+    def __call__(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [m], lengths of their rows' contexts [m]: cos and sin, FP32 [m, head_dim / 2]
+        each, on the device of ``positions``."""
+
+    def table(self, length: int, device: torch.device) -> Tensor | None:
+        """cos, then sin of the first ``length`` positions, FP32 [length, head_dim], made once per
+        device; None where they depend on the context's length too."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,10 @@ class BatchColumns(Protocol):
 
     positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T] block * block_size + offset
-    query_starts_host: list[int]  # n + 1
-    seq_lens_host: list[int]  # n, with this step's tokens
+    query_starts: Tensor  # int32 [n + 1]
+    seq_lens: Tensor  # int32 [n], with this step's tokens
+    query_starts_host: list[int]  # the same two on the host, for CPU versions
+    seq_lens_host: list[int]
     block_tables: Tensor  # int32 [n, w]
     block_size: int
     decode_rows: int  # the first so many rows bring one token each
