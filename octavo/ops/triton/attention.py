@@ -1,0 +1,232 @@
+"""Paged attention in Triton: the version for GPUs.
+
+Rows with one token go through decode_attention, one kernel that does all; the others through
+rope_cache and prefill_attention. Nothing here reads lengths on the host, so that a captured step
+can be replayed with others: the shapes of the batch bound what is launched.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.ops.attention import AttentionGeometry, BatchColumns, Rope
+from octavo.ops.registry import register
+from octavo.ops.triton import launch
+from octavo.ops.triton.attention_configs import (
+    WORKSPACE_BYTES,
+    DecodeConfig,
+    PrefillConfig,
+    decode_config,
+    group_of,
+    most_parts,
+    padded,
+    prefill_config,
+)
+from octavo.ops.triton.decode_attention import decode_attention_kernel
+from octavo.ops.triton.prefill_attention import prefill_attention_kernel
+from octavo.ops.triton.rope_cache import rope_cache_kernel
+
+SPLITS_AT_ONCE = 32  # merged in one step
+
+
+@dataclass(slots=True)
+class Workspace:
+    """What splits of one context pass to each other. ``arrived`` is all zeros between launches."""
+
+    partial: Tensor  # FP32, WORKSPACE_BYTES
+    state: Tensor  # FP32
+    arrived: Tensor  # int32
+
+    @staticmethod
+    def allocate(geometry: AttentionGeometry, device: torch.device) -> Workspace:
+        parts = most_parts(geometry)
+        state = 2 * group_of(geometry) * parts
+        return Workspace(
+            torch.empty(WORKSPACE_BYTES // 4, dtype=torch.float32, device=device),
+            torch.empty(state, dtype=torch.float32, device=device),
+            torch.zeros(parts, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(slots=True)
+class Step:
+    """``rotations``: FP32 [positions, d], cos, then sin; [T, d] if ``by_token``."""
+
+    batch: BatchColumns
+    rotations: Tensor
+    by_token: bool
+    workspace: Workspace
+
+
+def rotations_by_token(batch: BatchColumns, rope: Rope) -> Tensor:
+    """FP32 [T, d] where angles depend on the lengths of contexts, found on the device."""
+    starts, positions = batch.query_starts, batch.positions
+    tokens = torch.arange(len(positions), dtype=starts.dtype, device=positions.device)
+    rows = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(starts) - 2)
+    return torch.cat(rope(positions, batch.seq_lens[rows].long()), dim=1)
+
+
+@register("paged_attention", "triton", launch.available, tolerance=8.0)
+class TritonPagedAttention:
+    """Cache: [block, kv head, k|v, offset, d]; block_size a power of two, 16 at least."""
+
+    def __init__(self, geometry: AttentionGeometry) -> None:
+        self.geometry = geometry
+        self._workspace: Workspace | None = None
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        if block_size < 16 or block_size & (block_size - 1):
+            raise ValueError(f"block size {block_size}: must be a power of two, 16 at least")
+        return (num_blocks, self.geometry.num_kv_heads, 2, block_size, self.geometry.head_dim)
+
+    def prepare(self, batch: BatchColumns, rope: Rope, dtype: torch.dtype) -> Step:
+        """The first call on a device takes memory there: not while a graph is captured."""
+        device = batch.positions.device
+        if self._workspace is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("paged attention: run one step before a CUDA graph is captured")
+            self._workspace = Workspace.allocate(self.geometry, device)
+        rotations = rope.table(rope.max_position, device)
+        if rotations is None:
+            return Step(batch, rotations_by_token(batch, rope), True, self._workspace)
+        return Step(batch, rotations, False, self._workspace)
+
+    def __call__(
+        self, qkv: Tensor, cache: Tensor, state: Step, qk_weight: Tensor | None = None
+    ) -> Tensor:
+        batch, geometry = state.batch, self.geometry
+        out = qkv.new_empty(len(qkv), geometry.num_heads * geometry.head_dim)
+        rows, tokens = len(batch.seq_lens) - batch.decode_rows, len(qkv) - batch.decode_rows
+        if tokens:
+            self.rope_cache(qkv, cache, out, state, qk_weight)
+        if tokens and rows:
+            hopper = qkv.is_cuda and launch.has_pdl()
+            chosen = prefill_config(geometry, rows, tokens, batch.block_size, hopper)
+            self.prefill(qkv, cache, out, state, chosen)
+        if batch.decode_rows:
+            context = batch.block_tables.shape[1] * batch.block_size
+            config = decode_config(geometry, batch.decode_rows, context)
+            self.decode(qkv, cache, out, state, qk_weight, config)
+        return out
+
+    def rope_cache(
+        self, qkv: Tensor, cache: Tensor, out: Tensor, step: Step, qk_weight: Tensor | None
+    ) -> None:
+        """Tokens after the decode rows': q in place, k and v into the cache, 0 into ``out`` where
+        the token is padding."""
+        geometry, batch = self.geometry, step.batch
+        first = batch.decode_rows
+        most = max(geometry.num_heads, geometry.num_kv_heads)
+        rope_cache_kernel[(len(qkv) - first,)](
+            qkv,
+            cache,
+            out,
+            batch.slot_mapping,
+            batch.positions,
+            step.rotations,
+            qk_weight,
+            first,
+            geometry.qk_norm_eps,
+            HEADS=geometry.num_heads,
+            KV_HEADS=geometry.num_kv_heads,
+            DIM=geometry.head_dim,
+            HALF_PAD=launch.next_power_of_2(geometry.head_dim // 2),
+            BLOCK_SIZE=batch.block_size,
+            QK_NORM=geometry.qk_norm_eps is not None,
+            BY_TOKEN=step.by_token,
+            HEADS_AT_ONCE=min(8, launch.next_power_of_2(most)),
+            **launch.options(4),
+        )
+
+    def prefill(
+        self, qkv: Tensor, cache: Tensor, out: Tensor, step: Step, config: PrefillConfig
+    ) -> None:
+        """Rows after the decode rows, once rope_cache is done with their tokens."""
+        geometry, batch = self.geometry, step.batch
+        first, kv_heads, dim = batch.decode_rows, geometry.num_kv_heads, geometry.head_dim
+        rows = len(batch.seq_lens) - first
+        tiles = (len(qkv) - first) // (config.rows // group_of(geometry)) + rows
+        cache_rows = None
+        if config.tma:
+            cache_rows = TensorDescriptor.from_tensor(cache.view(-1, dim), [config.tile, dim])
+        prefill_attention_kernel[(tiles, kv_heads)](
+            qkv,
+            cache,
+            cache_rows,
+            out,
+            batch.query_starts,
+            batch.seq_lens,
+            batch.block_tables,
+            first,
+            rows,
+            batch.block_tables.stride(0),
+            geometry.scale * math.log2(math.e),
+            HEADS=geometry.num_heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            DIM_PAD=padded(dim),
+            BLOCK_SIZE=batch.block_size,
+            ROWS=config.rows,
+            TILE=config.tile,
+            STAGES=config.stages,
+            WINDOW=geometry.window or 0,
+            TMA=config.tma,
+            **launch.options(config.warps, num_stages=config.stages),
+        )
+
+    def decode(
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        out: Tensor,
+        step: Step,
+        qk_weight: Tensor | None,
+        config: DecodeConfig,
+        queries: int = 1,
+    ) -> None:
+        """The first rows. Of one token each: norm, RoPE, cache write and attention. Of more, all
+        of the same number (a token and its drafts): attention, after rope_cache."""
+        geometry, batch = self.geometry, step.batch
+        wide, live = padded(geometry.head_dim), group_of(geometry) * queries
+        # At one row, launching it normally between kernels with early triggers is faster.
+        pdl = launch.pdl_for(len(qkv))
+        pdl = launch.OFF if pdl == launch.EARLY else pdl
+        at_once = min(128 * config.warps // wide, launch.next_power_of_2(live))
+        decode_attention_kernel[(config.splits, geometry.num_kv_heads, batch.decode_rows)](
+            qkv,
+            cache,
+            out,
+            batch.slot_mapping,
+            batch.seq_lens,
+            batch.block_tables,
+            step.rotations,
+            qk_weight,
+            step.workspace.partial,
+            step.workspace.state,
+            step.workspace.arrived,
+            batch.block_tables.stride(0),
+            config.min_tiles,
+            geometry.scale * math.log2(math.e),
+            geometry.qk_norm_eps,
+            HEADS=geometry.num_heads,
+            KV_HEADS=geometry.num_kv_heads,
+            DIM=geometry.head_dim,
+            DIM_PAD=wide,
+            ROWS=max(16, launch.next_power_of_2(live)),
+            QUERIES=queries,
+            BLOCK_SIZE=batch.block_size,
+            TILE=config.tile,
+            STAGES=config.stages,
+            WINDOW=geometry.window or 0,
+            QK_NORM=geometry.qk_norm_eps is not None,
+            BY_TOKEN=step.by_token,
+            ROWS_AT_ONCE=max(1, at_once),
+            SPLITS_AT_ONCE=SPLITS_AT_ONCE,
+            PDL=pdl,
+            **launch.options(config.warps, pdl),
+        )

@@ -1,0 +1,238 @@
+"""Attention of rows with one new token in one kernel: q/k norm, RoPE, the cache write, and flash
+decoding over splits of the context (Dao et al. 2023), merged by the last split to finish.
+
+Programs are small, one or two warps over 32 keys at a time: no softmax across many warps, several
+programs on a multiprocessor, short contexts do not wait for long ones. The number of splits of a
+row is found on the device from its length and the grid only bounds it, so a captured graph serves
+every length.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.ops.triton.attention_parts import LOWEST, key_rows, softmax_step, visible
+
+
+@triton.jit
+def _load_head(
+    token_ptr, weight_ptr, heads, cos, sin, keep, eps,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, QK_NORM: tl.constexpr,
+):  # fmt: skip
+    """A token's ``heads`` [m, 1] after norm and RoPE, FP32 [m, DIM_PAD]. cos, sin: [1, DIM_PAD],
+    sin negated in the first half. keep: [m, DIM_PAD]."""
+    d = heads * DIM + tl.arange(0, DIM_PAD)[None, :]
+    partner = heads * DIM + (tl.arange(0, DIM_PAD)[None, :] + DIM // 2) % DIM
+    x = tl.load(token_ptr + d, mask=keep, other=0.0).to(tl.float32)
+    y = tl.load(token_ptr + partner, mask=keep, other=0.0).to(tl.float32)
+    if QK_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x = x * scale * tl.load(weight_ptr + d, mask=keep, other=0.0).to(tl.float32)
+        y = y * scale * tl.load(weight_ptr + partner, mask=keep, other=0.0).to(tl.float32)
+    return x * cos + y * sin
+
+
+@triton.jit
+def _per_column(x, DIM_PAD: tl.constexpr):
+    """x: [rows] -> [rows * DIM_PAD], each number DIM_PAD times."""
+    return tl.broadcast_to(x[:, None], (x.shape[0], DIM_PAD)).reshape(x.shape[0] * DIM_PAD)
+
+
+@triton.jit
+def _merge_rows(
+    partial_ptr, state_ptr, out_ptr, count, first_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LIVE: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    COLUMNS: tl.constexpr = ROWS_AT_ONCE * DIM_PAD
+    columns = tl.arange(0, COLUMNS)
+    d = columns % DIM_PAD
+    row = first_row + columns // DIM_PAD
+    rows = first_row + tl.arange(0, ROWS_AT_ONCE)
+    wanted = (row < LIVE) & (d < DIM)
+    highest = tl.full((ROWS_AT_ONCE,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS_AT_ONCE,), tl.float32)
+    merged = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, count, SPLITS_AT_ONCE):
+        splits = first + tl.arange(0, SPLITS_AT_ONCE)
+        there = (splits < count)[:, None]
+        state = state_ptr + splits[:, None] * (2 * LIVE) + rows[None, :]
+        known = there & (rows < LIVE)[None, :]
+        top = tl.load(state, mask=known, other=LOWEST, cache_modifier=".cg")
+        sums = tl.load(state + LIVE, mask=known, other=0.0, cache_modifier=".cg")
+        part = partial_ptr + splits[:, None] * (LIVE * DIM_PAD) + (row * DIM_PAD + d)[None, :]
+        part = tl.load(part, mask=there & wanted[None, :], other=0.0, cache_modifier=".cg")
+        new = tl.maximum(highest, tl.max(top, 0))
+        shrink = tl.exp2(highest - new)
+        weights = tl.exp2(top - new[None, :])
+        total = total * shrink + tl.sum(weights * sums, 0)
+        highest = new
+        spread = tl.broadcast_to(
+            weights[:, :, None], (SPLITS_AT_ONCE, ROWS_AT_ONCE, DIM_PAD)
+        ).reshape(SPLITS_AT_ONCE, COLUMNS)
+        merged = merged * _per_column(shrink, DIM_PAD) + tl.sum(part * spread, 0)
+    merged = merged * _per_column(1.0 / tl.maximum(total, 1e-30), DIM_PAD)
+    to = out_ptr + ((row // GROUP) * HEADS + row % GROUP) * DIM + d
+    tl.store(to, merged.to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def _merge(
+    partial_ptr, state_ptr, out_ptr, count,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LIVE: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Adds up ``count`` splits of LIVE query rows and writes their output, out_ptr being that of
+    the first. A column's splits all lie with one thread, so that summing needs no exchange between
+    warps and has one order."""
+    if LIVE <= 4 * ROWS_AT_ONCE:
+        for first in tl.static_range(0, LIVE, ROWS_AT_ONCE):
+            _merge_rows(
+                partial_ptr, state_ptr, out_ptr, count, first,
+                HEADS, GROUP, LIVE, DIM, DIM_PAD, ROWS_AT_ONCE, SPLITS_AT_ONCE,
+            )  # fmt: skip
+    else:
+        for first in range(0, LIVE, ROWS_AT_ONCE):
+            _merge_rows(
+                partial_ptr, state_ptr, out_ptr, count, first,
+                HEADS, GROUP, LIVE, DIM, DIM_PAD, ROWS_AT_ONCE, SPLITS_AT_ONCE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _attend_own(
+    qkv_ptr, cache_ptr, weight_ptr, rotation_ptr, row, head, slot, writes, keep, scale, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QK_NORM: tl.constexpr,
+):  # fmt: skip
+    """Query heads of a new token, [ROWS, DIM_PAD]; in the split that ``writes``, also puts its key
+    and value into the cache and starts the softmax with them (maximum, sum, weighted values)."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    d = tl.arange(0, DIM_PAD)[None, :]
+    real = d < DIM
+    cos = tl.load(rotation_ptr + d % (DIM // 2), mask=real, other=0.0)
+    sin = tl.load(rotation_ptr + DIM // 2 + d % (DIM // 2), mask=real, other=0.0)
+    sin = tl.where(d < DIM // 2, -sin, sin)
+    heads = head * GROUP + tl.arange(0, ROWS)[:, None]
+    token = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
+    query = _load_head(token, weight_ptr, heads, cos, sin, keep, eps, DIM, DIM_PAD, QK_NORM)
+    query = query.to(qkv_ptr.dtype.element_ty)
+    one = HEADS + head + tl.zeros((1, 1), tl.int32)
+    key = _load_head(token, weight_ptr, one, cos, sin, real, eps, DIM, DIM_PAD, QK_NORM)
+    key = key.to(cache_ptr.dtype.element_ty)
+    value = tl.load(token + (one + KV_HEADS) * DIM + d, mask=real, other=0.0)
+    place = (slot // BLOCK_SIZE * KV_HEADS + head) * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE
+    stored = real & writes & (slot >= 0)
+    tl.store(cache_ptr + place * DIM + d, key, mask=stored)
+    tl.store(cache_ptr + (place + BLOCK_SIZE) * DIM + d, value, mask=stored)
+    score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+    share = tl.where(writes, 1.0, 0.0)
+    highest = tl.where(writes, score, LOWEST)
+    acc = tl.zeros((ROWS, DIM_PAD), tl.float32) + value.to(tl.float32) * share
+    return query, highest, tl.zeros((ROWS,), tl.float32) + share, acc
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "min_tiles"],
+    do_not_specialize_on_alignment=["slot_ptr", "length_ptr", "table_ptr"],
+)
+def decode_attention_kernel(
+    qkv_ptr, cache_ptr, out_ptr, slot_ptr, length_ptr, table_ptr, rotation_ptr, weight_ptr,
+    partial_ptr, state_ptr, arrived_ptr, table_stride, min_tiles, scale, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, QK_NORM: tl.constexpr, BY_TOKEN: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (most splits, kv heads, batch rows). A batch row brings QUERIES tokens, the first ones
+    of the step; query row i of the ROWS (a power of two) of a program is head i % group of its
+    token i // group.
+
+    QUERIES == 1: qkv is raw. More (a token and its drafts): rope_cache_kernel has run before.
+
+    qkv: [T, (HEADS + 2 KV_HEADS) * DIM]. out: [T, HEADS * DIM]. slot: int64 [T]. length: int32
+    [batch rows], 0 for padding, whose output is 0. table: int32 [batch rows, table_stride].
+    rotation: FP32 [positions, or T if BY_TOKEN; DIM], cos, then sin. weight: [HEADS + KV_HEADS,
+    DIM]. partial: FP32 [batch rows, KV_HEADS, splits, group * QUERIES, DIM_PAD]; state: FP32 [batch
+    rows, KV_HEADS, splits, 2, group * QUERIES]; arrived: int32 [batch rows, KV_HEADS], zeros
+    before and after. A split takes min_tiles tiles at least. scale: to scores in units of log 2.
+    """
+    if PDL == 1:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    LIVE: tl.constexpr = GROUP * QUERIES
+    FUSED: tl.constexpr = QUERIES == 1
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM_PAD)[None, :]
+    keep = (i < LIVE)[:, None] & (d < DIM)
+    out_ptr += (row.to(tl.int64) * QUERIES * HEADS + head * GROUP) * DIM
+    to = ((i // GROUP) * HEADS + i % GROUP)[:, None] * DIM + d
+    length = tl.load(length_ptr + row)
+    if length == 0:
+        if split == 0:
+            tl.store(out_ptr + to, tl.zeros((ROWS, DIM_PAD), out_ptr.dtype.element_ty), mask=keep)
+        return
+
+    last = length - 1 - FUSED  # the last key in the cache
+    low = tl.maximum(length - QUERIES - WINDOW + 1, 0) // TILE if WINDOW else 0
+    tiles = tl.maximum(tl.cdiv(last + 1, TILE) - low, 1)
+    each = tl.maximum(tl.cdiv(tiles, tl.num_programs(0)), min_tiles)
+    count = tl.cdiv(tiles, each)
+    if split >= count:
+        return
+    if FUSED:
+        query, highest, total, acc = _attend_own(
+            qkv_ptr, cache_ptr, weight_ptr,
+            rotation_ptr + (row if BY_TOKEN else length - 1) * DIM,
+            row, head, tl.load(slot_ptr + row), split == count - 1, keep, scale, eps,
+            HEADS, KV_HEADS, DIM, DIM_PAD, ROWS, BLOCK_SIZE, QK_NORM,
+        )  # fmt: skip
+    else:
+        token = row.to(tl.int64) * QUERIES + (i // GROUP)[:, None]
+        query_head = (head * GROUP + i % GROUP)[:, None]
+        query = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + query_head) * DIM + d
+        query = tl.load(query, mask=keep, other=0.0)
+        highest = tl.full((ROWS,), LOWEST, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
+    start = (low + split * each) * TILE
+    table = table_ptr + row * table_stride
+    end = tl.minimum(start + each * TILE, last + 1)
+    for first in tl.range(start, end, TILE, num_stages=STAGES):
+        keys = first + tl.arange(0, TILE)
+        lines = key_rows(table, first, last, head, KV_HEADS, BLOCK_SIZE, TILE)[:, None]
+        key = tl.load(cache_ptr + lines * DIM + d, mask=d < DIM, other=0.0)
+        scores = tl.dot(query, tl.trans(key))
+        seen = (keys <= last)[None, :] & visible(
+            keys[None, :], (length - QUERIES + i // GROUP)[:, None], WINDOW
+        )
+        scores = tl.where(seen, scores, float("-inf"))
+        weights, shrink, highest, total = softmax_step(scores, scale, highest, total)
+        # What lies beyond the context may be another request's, and not finite.
+        there = (keys <= last)[:, None] & (d < DIM)
+        value = tl.load(cache_ptr + (lines + BLOCK_SIZE) * DIM + d, mask=there, other=0.0)
+        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None])
+    if PDL == 2:
+        gdc_launch_dependents()
+
+    if count == 1:
+        tl.store(out_ptr + to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+        return
+    pair = row * KV_HEADS + head
+    first_part = pair * tl.num_programs(0)
+    mine = first_part + split
+    tl.store(partial_ptr + (mine * LIVE + i)[:, None] * DIM_PAD + d, acc, mask=keep)
+    tl.store(state_ptr + mine * (2 * LIVE) + i, highest, mask=i < LIVE)
+    tl.store(state_ptr + mine * (2 * LIVE) + LIVE + i, total, mask=i < LIVE)
+    tl.debug_barrier()  # all of the program's stores, before it counts as arrived
+    if tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel", scope="gpu") == count - 1:
+        _merge(
+            partial_ptr + first_part * (LIVE * DIM_PAD), state_ptr + first_part * (2 * LIVE),
+            out_ptr, count, HEADS, GROUP, LIVE, DIM, DIM_PAD, ROWS_AT_ONCE, SPLITS_AT_ONCE,
+        )  # fmt: skip
+        tl.store(arrived_ptr + pair, 0)

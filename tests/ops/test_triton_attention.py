@@ -1,0 +1,192 @@
+"""The Triton version of paged attention against the definition in FP64, interpreted on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.model.rope import Rope as ModelRope
+from octavo.model.spec import DynamicScaling, LinearScaling, RopeSpec
+from octavo.ops.attention import AttentionGeometry, TorchPagedAttention
+from octavo.ops.triton import attention as module
+from octavo.ops.triton.attention_configs import DecodeConfig, PrefillConfig
+from tests.ops.attention_batches import Case, Rope, by_head, case, history
+
+TritonPagedAttention = module.TritonPagedAttention
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check(geometry: AttentionGeometry, case: Case, dtype=FP16, rope=None, attention=None) -> None:
+    """One step: the outputs, the keys and values written, all other places, the padding."""
+    rope = rope or Rope(geometry.head_dim)
+    heads = geometry.num_heads + 2 * geometry.num_kv_heads
+    qkv = randn(len(case.real), heads * geometry.head_dim, seed=1).to(dtype)
+    weight = None
+    if geometry.qk_norm_eps is not None:
+        weight = randn(heads - geometry.num_kv_heads, geometry.head_dim, seed=2).to(dtype)
+    before = history(geometry, case, dtype)
+    exact, wide = TorchPagedAttention(geometry), before.double()
+    expected = exact(
+        qkv.double(),
+        wide,
+        exact.prepare(case.plain, rope, torch.float64),
+        None if weight is None else weight.double(),
+    )
+
+    attention = attention or TritonPagedAttention(geometry)
+    cache = by_head(before)
+    poisoned = qkv.new_full((len(case.padded.positions), qkv.shape[1]), float("nan"))
+    poisoned[case.real] = qkv
+    state = attention.prepare(case.padded, rope, dtype)
+    found = attention(poisoned, cache, state, weight)
+
+    eps = torch.finfo(dtype).eps
+    error = (found[case.real].double() - expected).abs().max() / expected.abs().max()
+    assert error <= 8 * eps, f"relative error {error:.2e}"
+    padding = torch.ones(len(found), dtype=torch.bool)
+    padding[case.real] = False
+    assert torch.equal(found[padding], torch.zeros_like(found[padding]))
+    wide, written = by_head(wide), torch.zeros(before.shape[:2], dtype=torch.bool)
+    written.view(-1)[case.plain.slot_mapping] = True
+    written = written[:, None, None, :, None].expand(cache.shape)
+    torch.testing.assert_close(cache[written].double(), wide[written], rtol=4 * eps, atol=eps)
+    assert torch.equal(
+        cache[~written].view(torch.int16), by_head(before)[~written].view(torch.int16)
+    )
+    assert not state.workspace.arrived.any()
+
+
+HEADS = {  # (query heads, kv heads, head size)
+    "mha-64": (2, 2, 64),
+    "gqa3-80": (6, 2, 80),
+    "gqa4-128": (4, 1, 128),
+    "gqa7-96": (7, 1, 96),
+    "gqa20-32": (20, 1, 32),
+    "mqa-192": (2, 1, 192),
+    "mqa-256": (2, 1, 256),
+}
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_rows_of_one_token(heads):
+    check(AttentionGeometry(*heads), case([70, 0, 31, 32], [1, 1, 1, 1], 16))
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_rows_of_several_tokens(heads):
+    check(AttentionGeometry(*heads), case([0, 75], [21, 7], 16))
+
+
+@pytest.mark.parametrize("block_size", (16, 64))
+def test_long_contexts_are_split_and_merged(block_size):
+    check(AttentionGeometry(4, 1, 64), case([1100, 63, 64, 700], [1] * 4, block_size))
+
+
+def test_many_splits_are_merged_in_several_goes(monkeypatch):
+    config = DecodeConfig(16, 1, 5, 64, 1)
+    monkeypatch.setattr(module, "decode_config", lambda *shape: config)
+    check(AttentionGeometry(8, 1, 32), case([1000], [1], 16))
+
+
+@pytest.mark.parametrize("block_size", (16, 64, 128))
+def test_mixed_batch_with_padding(block_size):
+    geometry = AttentionGeometry(6, 2, 64, qk_norm_eps=1e-6)
+    check(geometry, case([33, 127, 0, 140, 5], [1, 1, 3, 18, 2], block_size, 2, 3, 4))
+
+
+@pytest.mark.parametrize("window", (1, 17, 64, 150))
+def test_window(window):
+    geometry = AttentionGeometry(4, 2, 64, window=window)
+    check(geometry, case([300, 20, 10, 210, 0], [1, 1, 1, 40, 70], 16))
+
+
+@pytest.mark.parametrize("heads", ((6, 2, 80), (4, 1, 128)))
+def test_bf16(heads):
+    geometry = AttentionGeometry(*heads, qk_norm_eps=1e-6)
+    check(geometry, case([200, 9, 40], [1, 1, 12], 16, 1), BF16)
+
+
+@pytest.mark.parametrize("tma", (False, True))
+@pytest.mark.parametrize("window", (None, 100))
+def test_copy_engine_reads_the_same(monkeypatch, window, tma):
+    def chosen(*shape):
+        return PrefillConfig(64, 64, 4, 3, tma)
+
+    monkeypatch.setattr(module, "prefill_config", chosen)
+    geometry = AttentionGeometry(4, 2, 64, window=window)
+    check(geometry, case([190, 64, 0], [40, 2, 70], 64))
+
+
+def test_many_rows_find_their_tiles():
+    """More rows than are looked through at once; some of one token, where any number may be."""
+    check(AttentionGeometry(1, 1, 16), case([3] * 131, [2] + [1] * 130, 16, padded_rows=5))
+
+
+def test_angles_that_depend_on_the_context():
+    geometry = AttentionGeometry(2, 1, 64)
+    rope = Rope(64, by_token=True)
+    check(geometry, case([40, 3, 7, 0], [1, 1, 5, 3], 16, 1, 1, 2), rope=rope)
+
+
+def test_dynamic_scaling():
+    rope = ModelRope(RopeSpec(500.0, DynamicScaling(4.0, 32)), 64, 128)
+    check(AttentionGeometry(2, 1, 64), case([100, 3, 50], [1, 1, 9], 16), rope=rope)
+
+
+def test_table_holds_what_a_call_gives():
+    rope = ModelRope(RopeSpec(500.0, LinearScaling(2.0)), 64, 128)
+    table = rope.table(128, torch.device("cpu"))
+    positions = torch.tensor([0, 5, 127])
+    assert torch.equal(table[positions], torch.cat(rope(positions, positions + 1), dim=1))
+    assert rope.table(128, torch.device("cpu")) is table
+
+
+def test_any_number_of_splits_gives_the_same(monkeypatch):
+    """Also more than there are keys, and fewer than would be chosen."""
+    for splits, min_tiles in ((1, 1), (3, 1), (64, 1), (16, 4)):
+        config = DecodeConfig(32, 1, 5, splits, min_tiles)
+        monkeypatch.setattr(module, "decode_config", lambda *shape, config=config: config)
+        check(AttentionGeometry(3, 1, 64), case([130, 0, 31], [1, 1, 1], 16))
+
+
+def test_step_replayed_at_other_lengths():
+    """Only tensors of the batch change, as when a graph is replayed."""
+    geometry = AttentionGeometry(4, 2, 64)
+    attention = TritonPagedAttention(geometry)
+    wide = case([500, 500, 0], [1, 1, 64], 16)
+    attention.prepare(wide.padded, Rope(64), FP16)
+    for past, new in (([0, 90, 30], [1, 1, 50]), ([499, 3, 7], [1, 1, 2])):
+        other = case(past, new, 16)
+        tables = torch.full((3, wide.padded.block_tables.shape[1]), 1 << 30, dtype=torch.int32)
+        tables[:, : other.padded.block_tables.shape[1]] = other.padded.block_tables
+        other.padded = replace(other.padded, block_tables=tables)
+        check(geometry, other, attention=attention)
+
+
+@pytest.mark.parametrize("window", (None, 40))
+def test_rows_with_drafts(window):
+    """Rows of three tokens through the kernel for rows of one, as verifying drafts will."""
+    geometry = AttentionGeometry(6, 2, 64, window=window)
+    batch = case([0, 150, 31], [3, 3, 3], 16)
+    attention = TritonPagedAttention(geometry)
+    qkv = randn(9, 10 * 64, seed=1).to(FP16)
+    cache = by_head(history(geometry, batch, FP16))
+    state = attention.prepare(batch.padded, Rope(64), FP16)
+    expected = attention(qkv.clone(), cache.clone(), state)
+    found = torch.full_like(expected, float("nan"))
+    attention.rope_cache(qkv, cache, found, state, None)
+    state.batch = replace(batch.padded, decode_rows=3)
+    attention.decode(qkv, cache, found, state, None, DecodeConfig(32, 1, 5, 4, 1), queries=3)
+    torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("block_size", (8, 48))
+def test_refuses_other_block_sizes(block_size):
+    with pytest.raises(ValueError, match="power of two"):
+        TritonPagedAttention(AttentionGeometry(4, 2, 64)).kv_shape(10, block_size)
