@@ -17,16 +17,8 @@ from torch import Tensor
 
 from octavo.core.plan import Logprobs
 from octavo.ops import sampling
-from octavo.worker.slots import (
-    EDITS,
-    LOGPROBS,
-    MIN_P,
-    PENALTIES,
-    RANDOM,
-    TOP_K,
-    TOP_P,
-    Slots,
-)
+from octavo.ops.needs import EDITS, LOGPROBS, MIN_P, PENALTIES, RANDOM, TOP_K, TOP_P, TRUNCATION
+from octavo.worker.slots import Slots
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -117,7 +109,7 @@ class Sampler:
             _column(state.seed_high, slots),
             torch.from_numpy(positions.astype(np.int32, copy=False)),
         )
-        cut = (needs & (TOP_K | TOP_P | MIN_P)) != 0
+        cut = (needs & TRUNCATION) != 0
         if not cut.any():
             return sampling.draw(probs, keys)
         if cut.all():

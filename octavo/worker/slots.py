@@ -19,16 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import SAMPLE, NewRequest, StepPlan
+from octavo.ops.needs import EDITS, LOGPROBS, MIN_P, PENALTIES, RANDOM, TOP_K, TOP_P
 from octavo.types import SamplingParams
-
-# What a slot's draw needs beyond an argmax of its raw logits; bits of ``Slots.needs``.
-RANDOM = 1
-TOP_K = 2
-TOP_P = 4
-MIN_P = 8
-PENALTIES = 16
-EDITS = 32  # allowed ids, bad words, min_tokens or logit_bias
-LOGPROBS = 64
 
 # Temperatures below this draw the most likely token. Above 1e-5, where greedy begins by definition,
 # the exact law differs from it only for logits closer than about 0.01 (docs/sampling.md).
