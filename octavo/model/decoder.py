@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.model.attention import Attention, geometry_of
@@ -20,7 +19,7 @@ from octavo.model.norm import Norm
 from octavo.model.rope import Rope
 from octavo.model.spec import DecoderSpec, LayerSpec, TensorScaling
 from octavo.ops import registry
-from octavo.ops.attention import AttentionGeometry, PagedAttention, copy_blocks
+from octavo.ops.attention import AttentionGeometry, PagedAttention
 from octavo.quant.dense import Dense
 
 
@@ -68,11 +67,17 @@ class Layer:
 class Embedding:
     """Token embedding, and the head, which shares its weight when tied.
 
-    Both are kept: the head's copy is repacked for multiplying.
+    The head may repack its copy for multiplying (on a CPU it does, on a GPU not).
     """
 
-    def __init__(self, spec: DecoderSpec, make_linear: Any) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        operation: Callable[[Tensor, Tensor], Tensor],
+        make_linear: Any,
+    ) -> None:
         self.spec = spec
+        self.operation = operation
         parts = (("head", spec.vocab_size),)
         self.head: Linear = make_linear(parts, spec.hidden_size, epilogue="logits")
         self.weight: Tensor
@@ -86,6 +91,10 @@ class Embedding:
         self.weight = tensors["embed.weight"]
         head = self.weight if self.spec.tied_embeddings else tensors["head.weight"]
         self.head.load({"head.weight": head})
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids: int64 [T]. Returns [T, hidden]."""
+        return self.operation(ids, self.weight)
 
 
 class RopeFactors:
@@ -119,13 +128,14 @@ class Model:
         self.implementations = {op: version.name for op, version in chosen.items()}
         make_linear = partial(Linear, format=Dense(), operation=chosen["linear"].call)
         make_norm = partial(Norm, operation=chosen["rms_norm"].call)
+        self._copy_blocks = chosen["copy_blocks"].call
 
         self._attention: dict[AttentionGeometry, PagedAttention] = {}
         for layer in spec.layers:
             geometry = geometry_of(layer.mixer)
             if geometry not in self._attention:
                 self._attention[geometry] = chosen["paged_attention"].call(geometry)
-        self.embedding = Embedding(spec, make_linear)
+        self.embedding = Embedding(spec, chosen["embedding"].call, make_linear)
         self.layers = [
             Layer(
                 f"layers.{index}",
@@ -178,8 +188,7 @@ class Model:
     @torch.inference_mode()
     def copy_blocks(self, cache: list[Tensor], pairs: Tensor) -> None:
         """pairs: int64 [c, 2] of source and destination blocks, in every layer."""
-        for layer_cache in cache:
-            copy_blocks(layer_cache, pairs)
+        self._copy_blocks(cache, pairs)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
@@ -188,7 +197,7 @@ class Model:
             geometry: attention.prepare(batch, self._ropes[geometry], self.dtype)
             for geometry, attention in self._attention.items()
         }
-        x = F.embedding(batch.token_ids, self.embedding.weight)
+        x = self.embedding(batch.token_ids)
         for layer, layer_cache in zip(self.layers, cache):
             x = layer(x, layer_cache, states[layer.mixer.operation.geometry])
         return self.norm(x)

@@ -8,6 +8,7 @@ the cache belongs to it (``kv_shape``), and ``prepare`` does once per step what 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -145,7 +146,14 @@ class TorchPagedAttention:
         return out.to(qkv.dtype).flatten(1)
 
 
-def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """cache: any ``kv_shape``; pairs: int64 [c, 2] of source and destination blocks. All sources
-    are read before any destination is written."""
-    cache.index_copy_(0, pairs[:, 1], cache.index_select(0, pairs[:, 0]))
+@register("copy_blocks", "torch")
+def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
+    """Copies blocks in every layer's cache, in place.
+
+    caches: any ``kv_shape`` each; pairs: int64 [c, 2] of source and destination blocks. No block is
+    both a source and a destination, and none a destination twice, so the order does not matter: a
+    block freed or forked in a plan is never the destination of a copy in it.
+    """
+    source, target = pairs.unbind(1)
+    for cache in caches:
+        cache.index_copy_(0, target, cache.index_select(0, source))

@@ -24,7 +24,8 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
     """y = x @ cat(weights).T + bias, then the epilogue.
 
     weights: each [out_i, in]; x: [T, in]; bias: [sum out_i].
-    ``none``: y. ``add``: y + other, other [T, out]; the others take none. ``silu_mul``: the weights
+    ``none``: y. ``add``: y + other, other [T, out], which a version may write its result over; the
+    others take none. ``silu_mul``: the weights
     are the gate's and the up projection's, of equal size; silu(y_gate) * y_up, [T, out / 2].
     ``logits``: y in FP32; a version may round its products to x's dtype, but not those close to a
     row's largest, which decide what is drawn.
@@ -42,6 +43,12 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
         return silu_mul(y) if epilogue == "silu_mul" else y
 
     return logits if epilogue == "logits" else apply
+
+
+@register("embedding", "torch")
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of the weight [V, H] for ids, int64 [T]: [T, H]. Every id is in 0 .. V - 1."""
+    return F.embedding(ids, weight)
 
 
 def silu_mul(x: Tensor) -> Tensor:

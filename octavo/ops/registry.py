@@ -19,7 +19,13 @@ _DEFINITIONS = ("octavo.ops.norm", "octavo.ops.linear", "octavo.ops.attention")
 # Imported where the device is used: importing Triton takes a third of a second.
 _BY_DEVICE: dict[str, tuple[str, ...]] = {
     "cpu": ("octavo.ops.cpu.norm", "octavo.ops.cpu.linear", "octavo.ops.cpu.attention"),
-    "cuda": ("octavo.ops.triton.attention",),
+    "cuda": (
+        "octavo.ops.triton.norm",
+        "octavo.ops.triton.linear",
+        "octavo.ops.triton.embedding",
+        "octavo.ops.triton.blocks",
+        "octavo.ops.triton.attention",
+    ),
 }
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,6 +10,7 @@ import torch
 from octavo.ops import registry
 from octavo.ops.attention import AttentionGeometry, TorchPagedAttention, copy_blocks
 from octavo.ops.cpu import linear as cpu_linear
+from tests.ops.comparing import assert_close, randn
 
 DTYPES = (torch.float32, torch.bfloat16)
 RUNS_ANYWHERE = {"cpu-amx"}  # chosen only where it is faster
@@ -23,16 +24,6 @@ def cases(op: str):
         for dtype in DTYPES
         if version.available("cpu", dtype) or version.name in RUNS_ANYWHERE
     ]
-
-
-def assert_close(found, expected, version, dtype):
-    error = (found.double() - expected).abs().max() / expected.abs().max()
-    bound = version.tolerance * torch.finfo(dtype).eps + 4e-6  # sums are in FP32 at best
-    assert error <= bound, f"relative error {error:.2e}, {version.name} promises {bound:.2e}"
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("rows", (1, 7, 130))
@@ -224,10 +215,10 @@ def test_long_decode_rows_are_gathered_in_bounded_groups(monkeypatch):
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_copy_blocks_reads_all_sources_first():
-    cache = torch.arange(5.0).view(5, 1, 1)
-    copy_blocks(cache, torch.tensor([[1, 2], [2, 3]]))
-    assert cache.flatten().tolist() == [0, 1, 1, 2, 4]
+def test_copy_blocks_copies_in_every_layer():
+    caches = [torch.arange(5.0).view(5, 1, 1), 10 * torch.arange(5.0).view(5, 1)]
+    copy_blocks(caches, torch.tensor([[1, 2], [3, 0]]))
+    assert [cache.flatten().tolist() for cache in caches] == [[3, 1, 1, 3, 4], [30, 10, 10, 30, 40]]
 
 
 def test_select_prefers_the_last_version_that_runs():

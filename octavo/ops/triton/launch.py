@@ -36,6 +36,13 @@ def has_pdl() -> bool:
     return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
+@cache
+def has_wgmma() -> bool:
+    """Hopper alone: its tensor-core products and 227 KB of shared memory are what kernels with
+    tiles of weights were written and measured for."""
+    return INTERPRETED or torch.cuda.get_device_capability()[0] == 9
+
+
 def pdl_for(rows: int) -> int:
     """OFF, EARLY or LATE for the kernels of a step of so many token rows."""
     if rows > 64 or not has_pdl():
