@@ -23,6 +23,9 @@ from octavo.types import EngineDead, InvalidRequest, RequestOutput, SamplingPara
 
 logger = logging.getLogger(__name__)
 
+# Steps whose tokens are given to their answers in one go.
+STEPS_TOGETHER = 32
+
 # Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM.
 Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
@@ -86,7 +89,7 @@ class _Frontend:
             bad_words=self._bad_words(params),
         )
         self._next_handle += params.n
-        return Answer(request, text, self.tokenizer, self.info.eos_ids)
+        return Answer(request, text, ids, self.tokenizer, self.info.eos_ids)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         return self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
@@ -94,7 +97,7 @@ class _Frontend:
     def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), _ids(prompt["prompt_token_ids"])
             if "prompt" not in prompt:
                 raise InvalidRequest(
                     f"a prompt has keys {sorted(prompt)}; it needs prompt or prompt_token_ids"
@@ -102,7 +105,7 @@ class _Frontend:
             return self._tokenized(prompt["prompt"])
         if isinstance(prompt, str):
             return prompt, self.get_tokenizer().encode(prompt)
-        return None, list(prompt)
+        return None, _ids(prompt)
 
 
 class LLM(_Frontend):
@@ -191,6 +194,9 @@ class LLM(_Frontend):
         if not self._usable:
             raise EngineDead("the engine was closed, or stopped in the middle of a step")
         assembler = Assembler()
+        # So many steps are assembled at a time: one, where a text may have to stop the engine.
+        together = STEPS_TOGETHER if all(a.is_read_at_its_end for a in answers) else 1
+        waiting: list[Outputs] = []
         total = sum(answer.request.params.n for answer in answers)
         with _InterruptBetweenSteps() as interrupt, _Progress(total, show_progress) as progress:
             try:
@@ -200,9 +206,16 @@ class LLM(_Frontend):
                 while self.engine.has_work:
                     outputs = self.engine.step()
                     if outputs is not None:
-                        self.engine.abort(assembler.apply(outputs))
                         progress.update(outputs)
+                        if together == 1:
+                            self.engine.abort(assembler.apply(outputs))
+                        else:
+                            waiting.append(outputs)
+                    if len(waiting) >= together:
+                        assembler.apply_together(waiting)
+                        waiting.clear()
                     interrupt.check()
+                assembler.apply_together(waiting)
             except BaseException:
                 self._abandon(answers)
                 raise
@@ -383,6 +396,12 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     entries: list[Any] = list(prompts)
     return [entries] if entries and isinstance(entries[0], int) else entries
+
+
+def _ids(prompt: Any) -> list[int]:
+    """A copy: the caller may change its own."""
+    ids: list[int] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    return ids
 
 
 def _log_progress(phase: str, share: float) -> None:

@@ -106,7 +106,12 @@ class Running:
 
     def _insert(self, slot: int) -> None:
         key = self._key(self.at(slot))
-        position = len(self.order)
-        while position and self._key(self.at(int(self.order[position - 1]))) > key:
+        order = self.order
+        position = len(order)
+        while position and self._key(self.at(int(order[position - 1]))) > key:
             position -= 1
-        self.order = np.insert(self.order, position, np.int32(slot)).astype(np.int32)
+        grown = np.empty(len(order) + 1, dtype=np.int32)
+        grown[:position] = order[:position]
+        grown[position] = slot
+        grown[position + 1 :] = order[position:]
+        self.order = grown

@@ -6,6 +6,7 @@ bad request fails here, alone, with a message that names the field. ``QueueGate`
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def prepare(
         handle=handle,
         request_id=request_id,
         prompt_ids=pack_ids(ids),
-        params=params.clone(
+        params=params.settled(
             max_tokens=max_tokens,
             top_k=min(params.top_k, info.vocab_size),
             truncate_prompt_tokens=None,
@@ -118,10 +119,7 @@ def _check_parameters(
 
 
 def _checked_ids(info: EngineInfo, prompt_ids: Sequence[int]) -> np.ndarray[Any, Any]:
-    try:
-        ids = np.asarray(prompt_ids if len(prompt_ids) else EMPTY)
-    except ValueError:  # lists of several lengths
-        ids = np.zeros(())
+    ids = _as_array(prompt_ids)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest(
             f"the prompt is not a list of token ids (integers from 0 to {info.vocab_size - 1})",
@@ -136,6 +134,21 @@ def _checked_ids(info: EngineInfo, prompt_ids: Sequence[int]) -> np.ndarray[Any,
             "prompt",
         )
     return ids
+
+
+def _as_array(ids: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Whatever was sent; of no dimension where it cannot be an array of numbers."""
+    if not len(ids):
+        return EMPTY
+    if isinstance(ids, list) and type(ids[0]) is int:
+        try:
+            return np.frombuffer(array("q", ids), dtype=np.int64)  # one pass; NumPy takes two
+        except (TypeError, OverflowError):
+            pass
+    try:
+        return np.asarray(ids)
+    except ValueError:  # lists of several lengths
+        return np.zeros(())
 
 
 def _truncated(

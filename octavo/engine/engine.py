@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Protocol
 
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Plans that may be in flight at once: one runs, the next is ready.
 PLANS_IN_FLIGHT = 2
+# Steps between two measurements of what the filled part of the used blocks is.
+FRAGMENTATION_STEPS = 8
 
 
 class Executor(Protocol):
@@ -77,6 +80,7 @@ class Engine:
         self._schedule_seconds = 0.0
         self._step_seconds = 0.0
         self._step_tokens = 0
+        self._fragmentation = 0.0
         overlap = config.scheduler.async_scheduling
         self._scheduler = Scheduler(
             Limits(
@@ -95,7 +99,8 @@ class Engine:
             on_event=self._on_event,
         )
         # Facts of the model that make equal ids mean different KV.
-        self._model_facts = (info.model, info.dtype, str(info.kv_cache_bytes // info.num_blocks))
+        facts = (info.model, info.dtype, str(info.kv_cache_bytes // info.num_blocks))
+        self._root = lru_cache(1024)(lambda salt: root_key(salt, *facts))
 
     # ---- requests ----
 
@@ -137,9 +142,9 @@ class Engine:
     def _choices(self, message: AddRequest) -> list[Request]:
         prompt, n = unpack_ids(message.prompt_ids), message.params.n
         self._scheduler.check_fits(len(prompt), message.max_tokens, n)
-        root = root_key(message.salt, *self._model_facts)
+        root = self._root(message.salt)
         # The prompt's log-probabilities are told once, by choice 0: the others share its blocks.
-        others = message.params.clone(prompt_logprobs=None)
+        others = message.params.settled(prompt_logprobs=None) if n > 1 else message.params
         return [
             Request(
                 message.handle + choice,
@@ -215,8 +220,9 @@ class Engine:
         self.step_started = collected if self._submitted else None
 
     def _observe_cost(self, plan: StepPlan) -> None:
-        self._step_tokens = plan.total_tokens
-        num_decode = int((plan.num_tokens == 1).sum())
+        num_decode = self._step_tokens = plan.total_tokens
+        if num_decode > plan.num_rows:
+            num_decode = int(np.count_nonzero(plan.num_tokens == 1))
         self.costs.observe(num_decode, self._step_tokens - num_decode, self._step_seconds)
 
     def _fail(self, failure: StepFailed) -> Outputs:
@@ -240,7 +246,7 @@ class Engine:
     def _outputs(self, update: Update | None, result: StepResult | None) -> Outputs:
         ended = [*self._ended, *self._scheduler.finished_early]
         self._scheduler.finished_early.clear()
-        outputs = Outputs(self.stats(), started=self._started, rejected=self._rejected)
+        outputs = Outputs(self._stats(), started=self._started, rejected=self._rejected)
         self._started, self._rejected, self._ended = [], [], []
         if update is not None and result is not None:
             outputs.handles = update.handles.astype("<i8").tobytes()
@@ -286,16 +292,27 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Live state and totals."""
-        scheduler = self._scheduler
-        counters, pool, running = scheduler.counters, scheduler.pool, scheduler.running
-        used = pool.num_held
+        self._measure_fragmentation()
+        return self._stats()
+
+    def _measure_fragmentation(self) -> None:
+        pool, running = self._scheduler.pool, self._scheduler.running
         filled = int(running.computed[running.order].sum())
         places = int(running.capacity[running.order].sum())
+        used = pool.num_held * pool.block_size
+        self._fragmentation = (places - filled) / used if used else 0.0
+
+    def _stats(self) -> EngineStats:
+        """As ``stats``, with a fragmentation that may be some steps old: it takes the longest."""
+        scheduler = self._scheduler
+        counters, pool, running = scheduler.counters, scheduler.pool, scheduler.running
+        if counters.steps % FRAGMENTATION_STEPS == 0 or not len(running):
+            self._measure_fragmentation()
         return EngineStats(
             time=self._clock(),
             num_running=len(running),
             num_waiting=len(scheduler.waiting),
-            blocks_used=used,
+            blocks_used=pool.num_held,
             blocks_cached=pool.num_cached,
             blocks_free=pool.num_free - pool.num_cached,
             prefix_queries=counters.prefix_queries,
@@ -309,7 +326,7 @@ class Engine:
             step_tokens=self._step_tokens,
             step_seconds=self._step_seconds,
             schedule_seconds=self._schedule_seconds,
-            fragmentation=(places - filled) / (used * pool.block_size) if used else 0.0,
+            fragmentation=self._fragmentation,
         )
 
 

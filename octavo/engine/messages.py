@@ -23,6 +23,10 @@ def unpack_ids(raw: bytes) -> Int32:
     return np.frombuffer(raw, dtype="<i4")
 
 
+def num_ids(raw: bytes) -> int:
+    return len(raw) // 4
+
+
 class Message(msgspec.Struct, tag=True):
     """Root of the wire messages; the class name is the tag."""
 
