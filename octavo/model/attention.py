@@ -63,7 +63,17 @@ class Attention:
             key = tensors[f"{self.prefix}.k_norm.weight"].expand(self.spec.num_kv_heads, -1)
             self.qk_weight = torch.cat((query, key))
 
-    def __call__(self, x: Tensor, residual: Tensor, cache: Tensor, state: Any) -> Tensor:
-        """x, residual: [T, hidden]; ``state``: the step's. Returns residual + attention(x)."""
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        cache: Tensor,
+        state: Any,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
+        """x, residual: [T, hidden]; ``state``: the step's. Returns residual + attention(x), of the
+        given ``tokens`` (int64 [r]) or of all."""
         mixed = self.operation(self.qkv(x), cache, state, self.qk_weight)
+        if tokens is not None:
+            mixed, residual = mixed[tokens], residual[tokens]
         return self.out(mixed, residual)

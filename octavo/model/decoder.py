@@ -59,8 +59,12 @@ class Layer:
         for part in self._parts:
             part.load(tensors)
 
-    def __call__(self, x: Tensor, cache: Tensor, state: Any) -> Tensor:
-        x = self.mixer(self.input_norm(x), x, cache, state)
+    def __call__(
+        self, x: Tensor, cache: Tensor, state: Any, tokens: Tensor | None = None
+    ) -> Tensor:
+        """x: [T, hidden]. ``tokens``: int64 [r], those that are wanted; every token's keys and
+        values go into the cache all the same."""
+        x = self.mixer(self.input_norm(x), x, cache, state, tokens)
         return self.mlp(self.post_norm(x), x)
 
 
@@ -193,13 +197,23 @@ class Model:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
         """Hidden states after the final norm, [T, hidden]; writes the batch's KV into ``cache``."""
+        return self._run(batch, cache, None)
+
+    @torch.inference_mode()
+    def forward_last(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
+        """The same for the tokens ``batch.logit_rows`` alone, [r, hidden]: the last layer spares
+        the others all but their keys and values."""
+        return self._run(batch, cache, batch.logit_rows)
+
+    def _run(self, batch: ForwardBatch, cache: list[Tensor], tokens: Tensor | None) -> Tensor:
         states = {
             geometry: attention.prepare(batch, self._ropes[geometry], self.dtype)
             for geometry, attention in self._attention.items()
         }
         x = self.embedding(batch.token_ids)
         for layer, layer_cache in zip(self.layers, cache):
-            x = layer(x, layer_cache, states[layer.mixer.operation.geometry])
+            wanted = tokens if layer is self.layers[-1] else None
+            x = layer(x, layer_cache, states[layer.mixer.operation.geometry], wanted)
         return self.norm(x)
 
     @torch.inference_mode()

@@ -107,19 +107,24 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self.batches.build(plan)
-        hidden = self.model.forward(batch.forward, self.cache)
         tokens = np.zeros((plan.num_rows, 1), dtype=np.int32)
         accepted = np.zeros(plan.num_rows, dtype=np.int32)
         result = StepResult(plan.step, tokens, accepted, np.zeros(0, dtype=np.int32))
         if len(batch.scored):
+            hidden = self.model.forward(batch.forward, self.cache)
             self._score_prompts(batch, hidden, result)
+            last = hidden[batch.forward.logit_rows]
+        elif batch.forward.decode_rows == len(batch.drawing) == plan.num_rows:
+            last = self.model.forward(batch.forward, self.cache)
+        else:
+            last = self.model.forward_last(batch.forward, self.cache)
         if len(batch.drawing):
-            self._draw(batch, hidden, result)
+            self._draw(batch, last, result)
         return result
 
-    def _draw(self, batch: batches.StepBatch, hidden: Tensor, result: StepResult) -> None:
+    def _draw(self, batch: batches.StepBatch, last: Tensor, result: StepResult) -> None:
+        """last: [r, hidden] of the rows that draw."""
         slots = batch.slots[batch.drawing]
-        last = hidden[batch.forward.logit_rows]
         parts = [
             slice(start, start + self.logit_rows) for start in range(0, len(slots), self.logit_rows)
         ]

@@ -68,6 +68,8 @@ def test_mixed_batch_gives_each_row_its_own_logits(checkpoint):
     batch = make_batch([p[n:] for p, n in zip(prompts, past)], past, tables)
     assert batch.decode_rows == 2
     found = model.logits(model.forward(batch, cache)[batch.logit_rows])
+    last = model.forward_last(batch, cache)
+    torch.testing.assert_close(model.logits(last), found, rtol=0, atol=1e-5)
     for row, prompt in enumerate(prompts):
         expected = reference_logits(reference, prompt)[-1]
         torch.testing.assert_close(found[row], expected, atol=1e-4, rtol=1e-4)
