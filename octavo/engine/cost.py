@@ -1,10 +1,14 @@
 """StepCosts: what steps cost on this machine, learnt while serving.
 
-Two figures are enough for the chunk rule: the time of a pure decode step by number of rows, and the
-time a prompt token adds to a step. Both are exponential averages.
+Two tables are enough for the chunk rule: the time of a pure decode step by number of rows, and what
+prompt tokens add to a step by their number. What they add has a part that does not depend on how
+many they are, so a price per token would not do: from small chunks it comes out too high, and keeps
+them small. Both tables are exponential averages over powers of two.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 SMOOTHING = 0.2
 # Until a prompt has been seen: a chunk that is quick on any device.
@@ -13,12 +17,20 @@ FIRST_CHUNK = 256
 MIN_PROMPT_TOKENS = 32
 
 
+@dataclass(slots=True)
+class _Point:
+    """Averages over the steps with about so many prompt tokens."""
+
+    tokens: float
+    seconds: float  # beyond those of the step's decoding rows
+
+
 class StepCosts:
     """Implements ``core.scheduler.StepCost`` from observed steps."""
 
     def __init__(self) -> None:
         self._decode: dict[int, float] = {}  # rows, rounded up to a power of two -> seconds
-        self._prompt_token: float | None = None  # seconds
+        self._prompt: dict[int, _Point] = {}  # prompt tokens, rounded in the same way
 
     def observe(self, num_decode_rows: int, num_prompt_tokens: int, seconds: float) -> None:
         """One finished step: its decoding rows, its other tokens, its time."""
@@ -28,8 +40,12 @@ class StepCosts:
         elif num_prompt_tokens >= MIN_PROMPT_TOKENS:
             decode = self.decode_seconds(num_decode_rows) if num_decode_rows else 0.0
             if decode is not None:
-                price = max(0.0, seconds - decode) / num_prompt_tokens
-                self._prompt_token = _average(self._prompt_token, price)
+                self._observe_prompt(num_prompt_tokens, max(0.0, seconds - decode))
+
+    def _observe_prompt(self, tokens: int, seconds: float) -> None:
+        point = self._prompt.setdefault(_bucket(tokens), _Point(tokens, seconds))
+        point.tokens = _average(point.tokens, tokens)
+        point.seconds = _average(point.seconds, seconds)
 
     def decode_seconds(self, num_decode_rows: int) -> float | None:
         """Predicted time of a pure decode step; None before any was seen."""
@@ -42,13 +58,19 @@ class StepCosts:
     def chunk_limit(self, num_decode_rows: int) -> int:
         """Prompt tokens that double the time of a decode step with so many rows."""
         decode = self.decode_seconds(num_decode_rows)
-        if decode is None or not self._prompt_token:
+        if decode is None or not self._prompt:
             return FIRST_CHUNK
-        return int(decode / self._prompt_token)
+        tokens, seconds = 0.0, 0.0
+        for _, point in sorted(self._prompt.items()):
+            if point.seconds > decode:
+                share = (decode - seconds) / (point.seconds - seconds)
+                return int(tokens + share * (point.tokens - tokens))
+            tokens, seconds = point.tokens, max(seconds, point.seconds)
+        return int(tokens * decode / seconds) if seconds else FIRST_CHUNK
 
 
-def _bucket(rows: int) -> int:
-    return 1 << max(0, rows - 1).bit_length()
+def _bucket(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
 
 
 def _average(old: float | None, new: float) -> float:
