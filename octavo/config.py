@@ -167,6 +167,12 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = flag(
         True, "split long prompts over steps so that running requests go on", group="scheduler"
     )
+    adaptive_chunks: bool = flag(
+        True,
+        "while requests decode, keep prompt chunks so short that a step takes at most twice its "
+        "time without them; off (octavo.LLM): throughput alone counts",
+        group="scheduler",
+    )
     long_prefill_token_threshold: int = flag(
         0, "most prompt tokens of one request per step; 0: no cap", group="scheduler", minimum=0
     )
@@ -361,8 +367,11 @@ def child_environment(threads: int) -> dict[str, str]:
 SPIN_COUNT = 10_000
 
 
-def limit_spinning() -> None:
-    """Sets the above for this process, unless the user has chosen. Before torch is imported."""
+def prepare_torch() -> None:
+    """Settings for this process that torch reads when it is imported, unless the user has chosen:
+    the above, and on a GPU segments that grow in place, so that what the largest step took serves
+    all others, however they split it."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 

@@ -48,6 +48,8 @@ class _Frontend:
             self.tokenizer = load_tokenizer(self.files.path, config.model.tokenizer)
             self.chat_template = load_chat_template(self.tokenizer)
         self.engine, self.executor = start_engine(self.config, _log_progress)
+        while self.executor.idle():  # offline there is no idle moment before the work
+            pass
         self._next_handle = 0
 
     @property
@@ -119,7 +121,8 @@ class LLM(_Frontend):
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        super().__init__(model, **settings)
+        # Nobody reads along, so no request need wait less at the cost of all.
+        super().__init__(model, **{"adaptive_chunks": False, **settings})
         self._usable = True
 
     def generate(

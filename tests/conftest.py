@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from octavo.config import limit_spinning
+from octavo.config import prepare_torch
 from tests.fixtures import models, server, triton_interpreter
 from tests.fixtures.scripted import ScriptedModel, scripted_model
 
-limit_spinning()  # tests import torch before an engine could
+prepare_torch()  # tests import torch before an engine could
 if not torch.cuda.is_available():
     triton_interpreter.enable()
 

@@ -51,6 +51,7 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     chunked_prefill: bool = True  # False: max_num_batched_tokens >= max_model_len, or some starve
+    adaptive_chunks: bool = True  # False: prompts take the whole budget beside decoding rows
     long_prefill_threshold: int = 0  # 0: no cap
     max_in_flight: int = 2
 
@@ -211,7 +212,8 @@ class Scheduler:
         return order[scheduled], need[scheduled], budget, chunk_budget
 
     def _chunk_budget(self, num_decode_rows: int) -> int:
-        if not num_decode_rows or not self.limits.chunked_prefill:
+        limits = self.limits
+        if not (num_decode_rows and limits.chunked_prefill and limits.adaptive_chunks):
             return int(np.iinfo(np.int32).max)
         return max(MIN_CHUNK, self._cost.chunk_limit(num_decode_rows))
 

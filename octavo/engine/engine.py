@@ -46,12 +46,24 @@ FRAGMENTATION_STEPS = 8
 
 
 class Executor(Protocol):
-    """Who computes plans: strictly in order, apart from the caller's thread."""
+    """Who computes plans, strictly in the order they were submitted."""
 
-    def submit(self, plan: StepPlan) -> None: ...
+    def submit(self, plan: StepPlan) -> None:
+        """Takes a plan; does not wait for the device."""
 
     def collect(self) -> StepResult:
-        """Waits for the oldest result. Raises StepFailed in its place."""
+        """The oldest result not yet collected, waiting for it. Raises StepFailed for its step."""
+
+    def idle(self) -> bool:
+        """Uses a moment in which no plan is in flight for work that makes later steps faster. False
+        when there is none left."""
+
+    @property
+    def num_pending(self) -> int:
+        """How often ``idle`` still has something to do."""
+
+    def shutdown(self) -> None:
+        """Ends after the plans already submitted. Idempotent."""
 
 
 class Engine:
@@ -88,6 +100,7 @@ class Engine:
                 max_num_batched_tokens=info.max_num_batched_tokens,
                 max_model_len=info.max_model_len,
                 chunked_prefill=config.scheduler.enable_chunked_prefill,
+                adaptive_chunks=config.scheduler.adaptive_chunks,
                 long_prefill_threshold=config.scheduler.long_prefill_token_threshold,
                 max_in_flight=PLANS_IN_FLIGHT if overlap else 1,
             ),

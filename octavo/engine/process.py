@@ -105,7 +105,8 @@ class EngineLoop:
 
     def run(self) -> None:
         while not (self._draining and not self.engine.has_work):
-            self._read_inbox(wait_ms=0 if self.engine.has_work else IDLE_POLL_MS)
+            busy = self.engine.has_work or self._executor.idle()
+            self._read_inbox(wait_ms=0 if busy else IDLE_POLL_MS)
             outputs = self.engine.step()
             if outputs is not None:
                 self._send(outputs)

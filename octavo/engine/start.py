@@ -10,22 +10,21 @@ from pathlib import Path
 
 from octavo.checkpoint.special import tokenizer_eos_ids
 from octavo.config import EngineConfig, reject_unsupported
-from octavo.engine.engine import Engine
+from octavo.engine.engine import Engine, Executor
 from octavo.engine.messages import EngineInfo
 from octavo.model.facts import default_sampling, eos_ids
 from octavo.types import ConfigError, InvalidRequest, SamplingParams
-from octavo.worker.executor import UniExecutor
+from octavo.worker.executor import start_executor
 
 ProgressSink = Callable[[str, float], None]
 
 
-def start_engine(config: EngineConfig, progress: ProgressSink) -> tuple[Engine, UniExecutor]:
+def start_engine(config: EngineConfig, progress: ProgressSink) -> tuple[Engine, Executor]:
     """``config.model.model`` is a local path. Raises ConfigError with the line to show the user."""
     reject_unsupported(config)
     path = Path(config.model.model)
     sampling = _default_sampling(config, path)
-    executor = UniExecutor(config, path)
-    found = executor.start(progress)
+    executor, found = start_executor(config, path, progress)
     info = EngineInfo(
         model=str(path),
         architecture=found.architecture,

@@ -1,21 +1,25 @@
-"""Executors: take plans from the engine, give results back, in order. No torch until ``start``."""
+"""Executors (``engine.engine.Executor``): take plans, give results back, in order. No torch until
+``start``."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.config import EngineConfig, limit_spinning
+from octavo.config import EngineConfig, prepare_torch
 from octavo.core.plan import StepPlan, StepResult
 from octavo.types import StepFailed
 from octavo.worker.info import PhaseClock, WorkerInfo
 
 if TYPE_CHECKING:
+    from octavo.worker.cuda_runner import CudaRunner, Pending
+    from octavo.worker.device import Device
     from octavo.worker.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -24,10 +28,9 @@ Progress = Callable[[str, float], None]
 
 
 class UniExecutor:
-    """One worker, on a thread of this process: plan N + 1 is built while N computes.
+    """A CPU worker, on a thread of this process: plan N + 1 is built while N computes."""
 
-    Implements engine.engine.Executor: plans run strictly in the order they were submitted.
-    """
+    num_pending = 0
 
     def __init__(self, config: EngineConfig, path: Path) -> None:
         self._config = config
@@ -50,22 +53,22 @@ class UniExecutor:
         return outcome
 
     def submit(self, plan: StepPlan) -> None:
-        """Queues a plan; never blocks."""
         self._plans.put(plan)
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""
         return not self._results.empty()
 
+    def idle(self) -> bool:
+        return False
+
     def collect(self) -> StepResult:
-        """The oldest result not yet collected, waiting for it. Raises StepFailed for its step."""
         outcome = self._results.get()
         if isinstance(outcome, StepFailed):
             raise outcome
         return outcome
 
     def shutdown(self) -> None:
-        """Ends after the plans already submitted. Idempotent."""
         if self._thread is not None:
             self._plans.put(None)
             self._thread.join()
@@ -82,10 +85,58 @@ class UniExecutor:
             try:
                 self._results.put(runner.execute(plan))
             except Exception as error:
-                logger.exception("step %d failed; its plan was %s", plan.step, columns(plan))
-                failure = StepFailed(plan.step, f"{type(error).__name__}: {error}")
-                failure.__cause__ = error
-                self._results.put(failure)
+                self._results.put(failed(plan, error))
+
+
+class CudaExecutor:
+    """A GPU, driven by the thread that submits: the device queues steps itself, and what a thread
+    of our own would add is a hand-over for every step.
+
+    An error of the device itself cannot be survived: it is raised as it is, and ends the engine.
+    """
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self._runner = runner
+        self._results: deque[Pending | StepFailed] = deque()
+
+    def start(self, progress: Progress) -> WorkerInfo:
+        """Loads the model. Raises ConfigError when it cannot be used."""
+        return self._runner.start(progress)
+
+    def submit(self, plan: StepPlan) -> None:
+        import torch
+
+        try:
+            self._results.append(self._runner.launch(plan))
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            self._results.append(failed(plan, error))
+
+    def collect(self) -> StepResult:
+        outcome = self._results.popleft()
+        if isinstance(outcome, StepFailed):
+            raise outcome
+        return outcome.finish()
+
+    def idle(self) -> bool:
+        return not self._results and self._runner.idle()
+
+    @property
+    def num_pending(self) -> int:
+        return self._runner.num_pending
+
+    def shutdown(self) -> None:
+        while self._results:
+            self.collect()
+
+
+def failed(plan: StepPlan, error: Exception) -> StepFailed:
+    """Logs a step's failure with its plan. To be called while ``error`` is handled."""
+    logger.exception("step %d failed; its plan was %s", plan.step, columns(plan))
+    failure = StepFailed(plan.step, f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def columns(plan: StepPlan) -> str:
@@ -94,25 +145,39 @@ def columns(plan: StepPlan) -> str:
     return " ".join(f"{name}={getattr(plan, name).tolist()}" for name in shown)
 
 
-def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[Runner, WorkerInfo]:
-    """A started runner of the device found; its thread must be the one that executes (torch's
-    thread count and current GPU are its)."""
+def start_executor(
+    config: EngineConfig, path: Path, progress: Progress
+) -> tuple[UniExecutor | CudaExecutor, WorkerInfo]:
+    """The executor of the device that is found, started. Raises ConfigError when the model cannot
+    be used."""
     clock = PhaseClock(progress)
     clock.enter("import torch")
-    limit_spinning()
+    prepare_torch()
     from octavo.worker.device import choose_device
-    from octavo.worker.runner import Runner
 
-    imported = clock.finish()
     device = choose_device()
-    if device.kind == "cuda":
-        from octavo.worker.cuda_runner import CudaRunner
-
-        device.enter()
-        runner: Runner = CudaRunner(config, path, device)
-    else:
-        runner = Runner(config, path)
-    info = runner.start(progress)
+    executor = _executor_on(device, config, path)
+    imported = clock.finish()
+    info = executor.start(progress)
     phases = {**imported, **info.startup_seconds}  # in the order in which they happened
     reasons = {"device": device.reason, **info.reasons}
-    return runner, replace(info, startup_seconds=phases, reasons=reasons)
+    return executor, replace(info, startup_seconds=phases, reasons=reasons)
+
+
+def _executor_on(device: Device, config: EngineConfig, path: Path) -> UniExecutor | CudaExecutor:
+    if device.kind == "cpu":
+        return UniExecutor(config, path)
+    from octavo.worker.cuda_runner import CudaRunner
+
+    device.enter()
+    return CudaExecutor(CudaRunner(config, path, device))
+
+
+def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[Runner, WorkerInfo]:
+    """A started CPU runner; its thread must be the one that executes (torch's thread count is
+    its)."""
+    prepare_torch()
+    from octavo.worker.runner import Runner
+
+    runner = Runner(config, path)
+    return runner, runner.start(progress)

@@ -1,17 +1,20 @@
-"""The worker thread: order, overlap, failures, start and end."""
+"""The executors: order, overlap, failures, start and end."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from octavo.core.plan import StepPlan, StepResult
 from octavo.types import ConfigError, StepFailed
 from octavo.worker import executor as executors
-from octavo.worker.executor import UniExecutor
+from octavo.worker.executor import CudaExecutor, UniExecutor
 from octavo.worker.info import WorkerInfo
 from octavo.worker.runner import Runner
 from tests.worker.plans import New, Row, SumModel, plan
@@ -60,11 +63,9 @@ def test_submit_never_waits_and_results_come_in_order(executor: UniExecutor, mod
     for step, row in enumerate(rows):
         new = (New(0, [3, 4]),) if step == 0 else ()
         executor.submit(plan(row, new=new, step=step))
-    assert not executor.ready()
     for _ in rows:
         model.gate.release()
     assert [executor.collect().step for _ in rows] == [0, 1, 2, 3]
-    assert not executor.ready()
 
 
 def test_the_thread_count_holds_on_the_thread_that_computes(
@@ -95,7 +96,7 @@ def test_shutdown_ends_the_thread_after_the_plans_submitted(
     executor.submit(plan(Row(0, 0, 1, draw=True, blocks=[0]), new=(New(0, [3]),), step=1))
     model.gate.release()
     executor.shutdown()
-    assert executor.ready() and executor.collect().step == 1
+    assert executor.collect().step == 1
     executor.shutdown()
     assert not any(thread.name == "octavo-worker" for thread in threading.enumerate())
 
@@ -108,3 +109,55 @@ def test_what_cannot_start_raises_in_the_caller(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="no such model"):
         UniExecutor(config(), Path("none")).start(lambda phase, fraction: None)
     assert not any(thread.name == "octavo-worker" for thread in threading.enumerate())
+
+
+class FakeGpu:
+    """A CUDA runner whose steps end when they are waited for."""
+
+    def __init__(self) -> None:
+        self.finished: list[int] = []
+        self.graphs = 2
+
+    def launch(self, plan: StepPlan) -> SimpleNamespace:
+        if plan.step == 8:
+            raise ValueError("row 0 of step 8 is wrong")
+        if plan.step == 9:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+        return SimpleNamespace(finish=lambda: self._finish(plan.step))
+
+    def idle(self) -> bool:
+        self.graphs -= 1
+        return self.graphs >= 0
+
+    def _finish(self, step: int) -> StepResult:
+        self.finished.append(step)
+        none = np.zeros(0, dtype=np.int32)
+        return StepResult(step, none.reshape(0, 1), none, none)
+
+
+def test_a_gpus_steps_are_launched_at_once_and_finished_when_collected() -> None:
+    runner = FakeGpu()
+    executor = CudaExecutor(runner)  # type: ignore[arg-type]
+    for step in (1, 2):
+        executor.submit(plan(Row(0, 0, 1), step=step))
+    assert runner.finished == []
+    assert not executor.idle()  # steps are in flight
+    assert [executor.collect().step, executor.collect().step] == [1, 2]
+    assert [executor.idle() for _ in range(3)] == [True, True, False]
+
+
+def test_a_gpus_failed_launch_is_raised_in_its_place_and_later_plans_go_on() -> None:
+    executor = CudaExecutor(FakeGpu())  # type: ignore[arg-type]
+    for step in (7, 8, 10):
+        executor.submit(plan(Row(0, 0, 1), step=step))
+    assert executor.collect().step == 7
+    with pytest.raises(StepFailed, match="row 0 of step 8 is wrong"):
+        executor.collect()
+    executor.shutdown()
+    executor.shutdown()
+
+
+def test_an_error_of_the_device_itself_ends_the_engine() -> None:
+    executor = CudaExecutor(FakeGpu())  # type: ignore[arg-type]
+    with pytest.raises(torch.AcceleratorError):
+        executor.submit(plan(Row(0, 0, 1), step=9))

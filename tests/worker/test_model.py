@@ -17,7 +17,7 @@ from octavo.config import (
 )
 from octavo.core.plan import StepPlan
 from octavo.types import SamplingParams
-from octavo.worker.executor import UniExecutor
+from octavo.worker.executor import UniExecutor, start_executor
 from tests.fixtures.oracle import Oracle
 from tests.worker.plans import New, Row, plan
 
@@ -37,8 +37,8 @@ def started(model_r: Path) -> Iterator[UniExecutor]:
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256),
         parallel=ParallelConfig(cpu_threads=1),
     )
-    executor = UniExecutor(config, model_r)
-    info = executor.start(lambda phase, fraction: None)
+    executor, info = start_executor(config, model_r, lambda phase, fraction: None)
+    assert isinstance(executor, UniExecutor)
     assert (info.vocab_size, info.dtype, info.max_model_len) == (320, "float32", 2048)
     assert next(iter(info.startup_seconds)) == "import torch" and "warm-up" in info.startup_seconds
     yield executor
