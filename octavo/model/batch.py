@@ -16,7 +16,9 @@ class ForwardBatch:
 
     ``decode_rows``: the first so many rows have q_i == 1 (the runner sorts them first); the rest
     bring any number. A kernel may use it as a fast path; nothing else depends on it.
-    Host copies (``*_host``) spare CPU kernels a tensor read per layer.
+    Host copies (``*_host``) spare CPU kernels a tensor read per layer. They are empty on a GPU,
+    where a step is enqueued without knowing what it will find, and rows of padding (no context,
+    one token whose slot is -1) fill a captured graph.
     """
 
     token_ids: torch.Tensor  # int64 [T]

@@ -31,6 +31,35 @@ class StepBatch:
     first_tokens: Int64  # [n] index of each row's first token in the batch
 
 
+@dataclass(slots=True)
+class Rows:
+    """A plan's n rows in computing order: rows of a single token first."""
+
+    plan_rows: Int64  # [n] the plan's row behind each row here
+    slots: Int32
+    starts: Int32
+    num_tokens: Int32
+    flags: NDArray[np.uint8]
+    decode_rows: int  # how many bring a single token
+
+
+def order_rows(plan: StepPlan) -> Rows:
+    single = plan.num_tokens == 1
+    decode_rows = int(np.count_nonzero(single))
+    if decode_rows in (0, plan.num_rows):
+        order = np.arange(plan.num_rows)
+        return Rows(order, plan.slots, plan.starts, plan.num_tokens, plan.flags, decode_rows)
+    order = np.argsort(~single, kind="stable")
+    return Rows(
+        order,
+        plan.slots[order],
+        plan.starts[order],
+        plan.num_tokens[order],
+        plan.flags[order],
+        decode_rows,
+    )
+
+
 class BatchBuilder:
     """Builds ForwardBatches for up to ``max_rows`` rows and ``max_tokens`` tokens.
 
@@ -60,16 +89,9 @@ class BatchBuilder:
                 f"step {plan.step} has {n} rows and {total} tokens; the worker holds "
                 f"{self.max_rows} rows and {self.max_tokens} tokens"
             )
-        single = plan.num_tokens == 1
-        decode_rows = int(np.count_nonzero(single))
-        if decode_rows in (0, n):
-            order = np.arange(n)
-            slots, starts = plan.slots, plan.starts
-            num_tokens, flags = plan.num_tokens, plan.flags
-        else:
-            order = np.argsort(~single, kind="stable")
-            slots, starts = plan.slots[order], plan.starts[order]
-            num_tokens, flags = plan.num_tokens[order], plan.flags[order]
+        rows = order_rows(plan)
+        slots, starts, num_tokens, flags = rows.slots, rows.starts, rows.num_tokens, rows.flags
+        decode_rows = rows.decode_rows
 
         query_starts = np.zeros(n + 1, dtype=np.int64)
         np.cumsum(num_tokens, out=query_starts[1:])
@@ -84,7 +106,7 @@ class BatchBuilder:
         forward.decode_rows = decode_rows
         return StepBatch(
             forward=forward,
-            plan_rows=order,
+            plan_rows=rows.plan_rows,
             slots=slots,
             starts=starts,
             num_tokens=num_tokens,

@@ -200,7 +200,11 @@ def describe(logprobs: Tensor, tokens: Tensor, wanted: Int32) -> Logprobs:
 
     logprobs: float32 [q, V] log-softmax rows of the raw logits.
     """
-    ids, values, ranks = sampling.top_logprobs(logprobs, tokens, int(wanted.max()))
+    return as_logprobs(*sampling.top_logprobs(logprobs, tokens, int(wanted.max())), wanted)
+
+
+def as_logprobs(ids: Tensor, values: Tensor, ranks: Tensor, wanted: Int32) -> Logprobs:
+    """What ``sampling.top_logprobs`` gave, on the host, without what row i did not ask for."""
     result = Logprobs(ids.numpy(), values.numpy(), ranks.numpy())
     unasked = np.arange(result.ids.shape[1])[None] > wanted[:, None]
     if unasked.any():

@@ -110,14 +110,19 @@ class SumModel:
             raise RuntimeError("no such kernel")
         flat = cache[0].view(-1, self.width)
         values = self.embedding[batch.token_ids] * (batch.positions[:, None] + 1)
-        flat[batch.slot_mapping] = values
+        kept = batch.slot_mapping >= 0
+        flat[batch.slot_mapping[kept]] = values[kept]
         hidden = torch.zeros(len(batch.token_ids), self.width)
-        for row, length in enumerate(batch.seq_lens_host):
-            begin, end = batch.query_starts_host[row : row + 2]
+        starts = batch.query_starts.tolist()
+        for row, length in enumerate(batch.seq_lens.tolist()):
+            begin, end = starts[row : row + 2]
             blocks = batch.block_tables[row, : -(-length // batch.block_size)].long()
             context = cache[0][0, blocks].view(-1, self.width)[:length].cumsum(0)
             hidden[begin:end] = context[length - (end - begin) :]
         return hidden
+
+    def forward_last(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
+        return self.forward(batch, cache)[batch.logit_rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head / 64

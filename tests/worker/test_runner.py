@@ -12,7 +12,9 @@ import torch
 from octavo.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.types import SamplingParams
+from octavo.worker.device import Device
 from octavo.worker.runner import Runner
+from octavo.worker.sizes import Sizes
 from tests.worker.plans import New, Row, SumModel, plan
 
 BLOCK = 4
@@ -26,8 +28,37 @@ def config(threads: int = 1) -> EngineConfig:
     )
 
 
-@pytest.fixture
-def runner() -> Runner:
+class Interpreted:
+    """The GPU's runner, its kernels interpreted on the CPU and nothing captured."""
+
+    def __init__(self) -> None:
+        from octavo.worker.cuda_runner import CudaRunner
+
+        cpu = torch.device("cpu")
+        self.model = SumModel()
+        self.gpu = CudaRunner(config(), Path("none"), Device("cpu", ""))
+        self.gpu.model = self.model
+        self.gpu._reserve(Sizes(BLOCK, 8, 64, 256, 256, False), cpu)
+        self.gpu.step.cache = self.model.allocate_cache(64, BLOCK)
+        self.slots = self.gpu.slots
+
+    @property
+    def logit_rows(self) -> int:
+        return self.gpu.step.logit_rows
+
+    @logit_rows.setter
+    def logit_rows(self, rows: int) -> None:
+        self.gpu.step.logit_rows = rows
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.gpu.launch(plan).finish()
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def runner(request: pytest.FixtureRequest) -> Runner | Interpreted:
+    if request.param == "cuda":
+        pytest.importorskip("triton")
+        return Interpreted()
     started = Runner(config(), Path("none"), lambda path, config, progress: SumModel())
     started.start(lambda phase, fraction: None)
     return started

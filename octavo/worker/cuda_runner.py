@@ -1,0 +1,291 @@
+"""CudaRunner: owns one GPU, a model and its KV cache. Plans are enqueued without waiting; their
+results are fetched later, while the next plan runs.
+
+A step of single tokens is one graph replay. Any other, and steps that need more of the sampler than
+the common path gives, are enqueued kernel by kernel, hidden behind the step before.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.config import EngineConfig
+from octavo.core.plan import PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
+from octavo.model.decoder import Model
+from octavo.model.loader.load import load_model
+from octavo.ops.needs import EDITS, LOGPROBS
+from octavo.worker.batch import Rows, order_rows
+from octavo.worker.device import Device
+from octavo.worker.device_step import DeviceStep
+from octavo.worker.device_tables import DeviceTables
+from octavo.worker.gpu_memory import GpuMemory, gpu_sizes, out_of_memory, plan_gpu_memory
+from octavo.worker.graphs import MIXED_PROMPT_ROWS, Graphs, Shape, decode_sizes
+from octavo.worker.info import PhaseClock, WorkerInfo
+from octavo.worker.reports import Report
+from octavo.worker.sampler import no_logprobs, stack
+from octavo.worker.sizes import Sizes
+from octavo.worker.slots import Slots
+from octavo.worker.staging import Downloads, Mark
+
+Progress = Callable[[str, float], None]
+Int32 = NDArray[np.int32]
+
+# Libraries' workspaces inside captured graphs.
+WORKSPACES = 256 << 20
+
+
+@dataclass
+class Pending:
+    """A step on its way. Everything of the device's in it may be read after ``mark``."""
+
+    step: int
+    rows: Rows
+    drawing: NDArray[np.bool_]  # [n] in computing order
+    places: Int32  # [n] where each row's token is among ``tokens``
+    tokens: Int32
+    mark: Mark
+    prompt_reports: dict[int, tuple[int, list[Report]]]  # the plan's row -> alternatives asked
+    # for, and the reports of its tokens in order
+    report: Report | None
+    reported: NDArray[np.int64]  # the plan's rows that ``report`` describes
+
+    def finish(self) -> StepResult:
+        """Waits for the device, then tells what was drawn."""
+        self.mark.wait()
+        n = len(self.drawing)
+        tokens = np.zeros((n, 1), dtype=np.int32)
+        accepted = np.zeros(n, dtype=np.int32)
+        drawn = self.rows.plan_rows[self.drawing]
+        tokens[drawn, 0] = self.tokens[self.places[self.drawing]]
+        accepted[drawn] = 1
+        return StepResult(
+            self.step,
+            tokens,
+            accepted,
+            self.reported.astype(np.int32),
+            self.report.logprobs() if self.report else None,
+            {
+                row: stack([no_logprobs(k), *(part.logprobs() for part in parts)])
+                for row, (k, parts) in self.prompt_reports.items()
+            },
+        )
+
+
+class CudaRunner:
+    """Loads a model, reserves its memory, captures graphs and enqueues steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path,
+        device: Device,
+        load: Callable[[Path, EngineConfig, Progress, str], Model] = load_model,
+    ) -> None:
+        self.config = config
+        self.path = path
+        self.device = device
+        self.load = load
+
+    # ---- start ----
+
+    def start(self, progress: Progress) -> WorkerInfo:
+        """Everything before the first plan. Raises ConfigError for what cannot be used."""
+        clock = PhaseClock(progress)
+        device = torch.device("cuda", torch.cuda.current_device())
+        free, total = torch.cuda.mem_get_info(device)
+        memory = GpuMemory(total, free)
+        with torch.inference_mode():
+            self.model = self.load(self.path, self.config, clock.enter, "cuda")
+            spec = self.model.spec
+            sizes = gpu_sizes(self.config, spec.max_position, total)
+            weights = _settled_bytes()
+            memory = replace(memory, weights=weights)
+            clock.enter("profile")
+            with _out_of_memory("profile", self.config, sizes, memory):
+                self._reserve(sizes, device)
+                memory = self._profile(sizes, memory)
+            clock.enter("cache")
+            plan = plan_gpu_memory(self.config, sizes, self.model.kv_bytes_per_block, memory)
+            with _out_of_memory("cache", self.config, sizes, memory):
+                self.step.cache = self.model.allocate_cache(plan.num_blocks, plan.block_size)
+            clock.enter("graphs")
+            with _out_of_memory("graphs", self.config, sizes, memory):
+                self._prepare_graphs(sizes)
+        gc.collect()
+        gc.freeze()  # what start-up left is not looked through again
+        return WorkerInfo(
+            architecture=spec.architecture,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=self.device.label,
+            device_kind="cuda",
+            vocab_size=spec.vocab_size,
+            max_model_len=plan.max_model_len,
+            block_size=plan.block_size,
+            num_blocks=plan.num_blocks,
+            kv_cache_bytes=plan.kv_cache_bytes,
+            weight_bytes=self.model.weight_bytes,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            threads=torch.get_num_threads(),
+            implementations=dict(self.model.implementations),
+            startup_seconds=clock.finish(),
+            reasons={**self.model.reasons, **plan.reasons},
+        )
+
+    def _reserve(self, sizes: Sizes, device: torch.device) -> None:
+        """State and buffers of steps, with a cache of one block for the time being."""
+        rows, vocab = sizes.max_num_seqs, self.model.spec.vocab_size
+        self.slots = Slots(rows, sizes.max_model_len, sizes.block_size, vocab)
+        tables = DeviceTables.allocate(
+            rows, sizes.max_model_len, self.slots.max_blocks, vocab, device
+        )
+        cache = self.model.allocate_cache(1, sizes.block_size)
+        padded, tokens = _buffer_sizes(sizes)
+        self.step = DeviceStep(self.model, cache, self.slots, tables, padded, tokens, device)
+        self.downloads = Downloads(padded, device)
+        self.graphs: Graphs | None = None
+
+    def _profile(self, sizes: Sizes, memory: GpuMemory) -> GpuMemory:
+        """Runs the largest steps; what they took stays with the allocator for those to come."""
+        slots = _settled_bytes() - memory.weights
+        rows, tokens = sizes.max_num_seqs, sizes.max_num_batched_tokens
+        largest = Shape(rows - 1, 1, max(tokens - rows, 0) + 1)
+        decode = _peak(lambda: self.step.rehearse(Shape(rows)))
+        mixed = _peak(lambda: self.step.rehearse(largest))
+        activations = torch.cuda.memory_reserved() - slots - memory.weights
+        graphs = 0 if self.config.enforce_eager else decode + WORKSPACES
+        return replace(
+            memory, slots=slots, activations=max(activations, decode, mixed), graphs=graphs
+        )
+
+    def _prepare_graphs(self, sizes: Sizes) -> None:
+        """The largest graph is captured now, so that there always is one that fits."""
+        if not self.config.enforce_eager:
+            self.graphs = Graphs(
+                decode_sizes(sizes.max_num_seqs),
+                *_buffer_sizes(sizes),
+                self.step.compute,
+                self.step.rehearse,
+            )
+            self.graphs.capture_next()
+        torch.cuda.synchronize()
+
+    # ---- steps ----
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Enqueues one plan. After an exception the slots are as the next plan expects them."""
+        with torch.inference_mode():
+            try:
+                self.slots.apply(plan)
+                self.step.place(plan)
+                self.step.copy_blocks(plan)
+                return self._enqueue(plan)
+            except Exception:
+                self.slots.skip(plan)
+                raise
+
+    def idle(self) -> bool:
+        """Uses a moment without work to capture a graph. False: there was none to capture."""
+        with torch.inference_mode():
+            return self.graphs is not None and self.graphs.capture_next()
+
+    @property
+    def num_pending(self) -> int:
+        return self.graphs.num_pending if self.graphs else 0
+
+    def _enqueue(self, plan: StepPlan) -> Pending:
+        rows = order_rows(plan)
+        n = plan.num_rows
+        drawing = (rows.flags & SAMPLE) != 0
+        needs = np.where(drawing, self.slots.needs[rows.slots], 0)
+        scored = ((rows.flags & PROMPT_LOGPROBS) != 0).nonzero()[0]
+        reporting = ((needs & LOGPROBS) != 0).nonzero()[0]
+        common = not (len(reporting) or len(scored) or (needs & EDITS).any())
+        decode = rows.decode_rows
+        shape = Shape(decode, n - decode, plan.total_tokens - decode)
+        padded = self.graphs.fitting(shape) if self.graphs and common else None
+        places = self.step.stage(plan, rows, padded or shape)
+        report: Report | None = None
+        prompts: dict[int, tuple[int, list[Report]]] = {}
+        if padded is not None and self.graphs is not None:
+            self.graphs.replay(padded)
+        elif common:
+            self.step.compute(shape)
+        else:
+            hidden, last = self.step.forward_all(shape)
+            prompts = self._score_prompts(rows, scored, hidden)
+            report = self.step.draw_reporting(last, rows.slots, reporting)
+        tokens, mark = self.downloads.fetch(self.step.tokens[: (padded or shape).num_rows])
+        ends = rows.starts + rows.num_tokens
+        self.slots.length[rows.slots[drawing]] = ends[drawing] + 1
+        return Pending(
+            plan.step,
+            rows,
+            drawing,
+            places,
+            tokens,
+            mark,
+            prompts,
+            report,
+            rows.plan_rows[reporting],
+        )
+
+    def _score_prompts(
+        self, rows: Rows, scored: NDArray[np.int64], hidden: Tensor
+    ) -> dict[int, tuple[int, list[Report]]]:
+        """For each token of the rows that ask, the log-probability of the token after it."""
+        reports: dict[int, tuple[int, list[Report]]] = {}
+        firsts = np.cumsum([0, *rows.num_tokens])
+        for row in scored.tolist():
+            slot, start = int(rows.slots[row]), int(rows.starts[row])
+            end = min(start + int(rows.num_tokens[row]), int(self.slots.prompt_len[slot]) - 1)
+            shift = int(firsts[row]) - start
+            size = self.step.logit_rows
+            parts = [
+                self.step.score_prompt(slot, low, min(low + size, end), hidden, shift)
+                for low in range(start, end, size)
+            ]
+            asked = int(self.slots.prompt_logprobs[slot])
+            reports[int(rows.plan_rows[row])] = asked, parts
+        return reports
+
+
+def _buffer_sizes(sizes: Sizes) -> tuple[int, int]:
+    """Rows and tokens of the largest step, with the padding that a graph may add."""
+    rows = sizes.max_num_seqs + MIXED_PROMPT_ROWS[-1]
+    return rows, max(rows, sizes.max_num_batched_tokens)
+
+
+def _settled_bytes() -> int:
+    """What the allocator holds when it has given back what is not in use."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def _peak(run: Callable[[], None]) -> int:
+    """Bytes that ``run`` held at its most, beyond what was held before."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@contextmanager
+def _out_of_memory(
+    phase: str, config: EngineConfig, sizes: Sizes, memory: GpuMemory
+) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(phase, config, sizes, memory) from error

@@ -1,0 +1,232 @@
+"""DeviceStep: how one step is computed on a device, in launches that wait for nothing.
+
+Drawn tokens go from the sampler into the histories on the device, where the next step's first
+kernel finds them: no step needs what an earlier one drew on the host. ``compute`` is the same
+sequence of launches for equal numbers of rows and tokens, at fixed addresses, so that it can be
+captured as a graph.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.plan import SAMPLE, StepPlan
+from octavo.model.batch import ForwardBatch
+from octavo.model.decoder import Model
+from octavo.ops.triton.step import (
+    BLOCK_INDEX,
+    COUNT,
+    DRAWS,
+    FIRST_BLOCK,
+    FIRST_TOKEN,
+    NEW_BLOCKS,
+    RECORD,
+    SLOT,
+    START,
+    StepBuffers,
+    begin_step,
+    place,
+)
+from octavo.worker.batch import Rows
+from octavo.worker.device_sampler import DeviceSampler
+from octavo.worker.device_tables import DeviceTables
+from octavo.worker.graphs import Shape
+from octavo.worker.reports import Report
+from octavo.worker.slots import Slots
+from octavo.worker.staging import Uploads
+
+Int32 = NDArray[np.int32]
+
+# Logits are computed for so many bytes of rows at a time.
+LOGITS_BYTES = 256 << 20
+# Ids of new requests are uploaded so many at a time, or one request where it has more.
+PLACED_IDS = 1 << 18
+
+
+class DeviceStep:
+    """``slots`` is the host's side of the state, ``tables`` the device's."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: list[Tensor],
+        slots: Slots,
+        tables: DeviceTables,
+        max_rows: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.slots = slots
+        self.tables = tables
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        self.sampler = DeviceSampler(tables, slots, max_rows)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.logit_rows = max(1, LOGITS_BYTES // (4 * slots.vocab_size))
+        new_blocks = max_rows * slots.max_blocks
+        self._buffers = StepBuffers.allocate(
+            max_rows, max_tokens, slots.max_blocks, new_blocks, device
+        )
+        self._step_uploads = Uploads(max_rows * RECORD + new_blocks, device)
+        placed = max(PLACED_IDS, slots.max_len + 1) + 2 * max_rows + 1
+        self._place_uploads = Uploads(placed, device)
+        self._placed = torch.zeros(placed, dtype=torch.int32, device=device)
+
+    # ---- what a plan changes before it computes ----
+
+    def place(self, plan: StepPlan) -> None:
+        """The ids and parameters of new requests."""
+        if not plan.new_requests:
+            return
+        slots = np.array([new.slot for new in plan.new_requests], dtype=np.int32)
+        bounds = plan.new_indptr
+        first = 0
+        while first < len(slots):
+            last = first + 1
+            while last < len(slots) and bounds[last + 1] - bounds[first] <= PLACED_IDS:
+                last += 1
+            ids = plan.new_token_ids[bounds[first] : bounds[last]]
+            self._place(slots[first:last], bounds[first : last + 1] - bounds[first], ids)
+            first = last
+        self.sampler.place(slots)
+
+    def _place(self, slots: Int32, bounds: Int32, ids: Int32) -> None:
+        count = len(slots)
+        sent = self._place_uploads.send(np.concatenate([slots, bounds, ids]), self._placed)
+        device_slots, device_bounds = sent[:count], sent[count : 2 * count + 1]
+        place(self.tables.history, sent[2 * count + 1 :], device_bounds, device_slots)
+
+    def copy_blocks(self, plan: StepPlan) -> None:
+        """Copies on write; sources and destinations of a plan are disjoint."""
+        if len(plan.copies):
+            pairs = self._place_uploads.send(plan.copies.reshape(-1), self._placed)
+            self.model.copy_blocks(self.cache, pairs.view(-1, 2).to(torch.int64))
+
+    def stage(self, plan: StepPlan, rows: Rows, shape: Shape) -> Int32:
+        """Uploads the plan's rows, padded to ``shape``. Returns where each row is now, [n]."""
+        n, decode = len(rows.slots), rows.decode_rows
+        places = np.arange(n, dtype=np.int32)
+        places[decode:] += shape.decode_rows - decode
+        records = _padding(shape, int(rows.num_tokens[decode:].sum()), n - decode)
+        counts = rows.num_tokens
+        records[places, SLOT] = rows.slots
+        records[places, START] = rows.starts
+        records[places, COUNT] = counts
+        first = np.cumsum(counts) - counts
+        first[decode:] += shape.decode_rows - decode
+        records[places, FIRST_TOKEN] = first
+        records[places, DRAWS] = rows.flags & SAMPLE
+        if len(plan.block_ids):
+            order = rows.plan_rows
+            records[places, BLOCK_INDEX] = plan.block_starts[order]
+            records[places, NEW_BLOCKS] = np.diff(plan.block_indptr)[order]
+            records[places, FIRST_BLOCK] = plan.block_indptr[order]
+        values = np.concatenate([records.reshape(-1), plan.block_ids])
+        self._step_uploads.send(values, self._buffers.staged)
+        return places
+
+    # ---- computing ----
+
+    def begin(self, shape: Shape) -> ForwardBatch:
+        """Enqueues what fills the batch of the staged rows."""
+        buffers, tables = self._buffers, self.tables
+        n, total = shape.num_rows, shape.num_tokens
+        begin_step(buffers, n, tables.history, tables.block_table, self.slots.block_size)
+        return ForwardBatch(
+            token_ids=buffers.token_ids[:total],
+            positions=buffers.positions[:total],
+            slot_mapping=buffers.slot_mapping[:total],
+            query_starts_host=[],
+            seq_lens_host=[],
+            query_starts=buffers.query_starts[: n + 1],
+            seq_lens=buffers.seq_lens[:n],
+            block_tables=buffers.block_tables[:n],
+            block_size=self.slots.block_size,
+            decode_rows=shape.decode_rows,
+            logit_rows=buffers.logit_rows[:n],
+        )
+
+    def forward(self, shape: Shape) -> Tensor:
+        """Hidden states of each row's last token."""
+        batch = self.begin(shape)
+        if shape.prompt_rows:
+            return self.model.forward_last(batch, self.cache)
+        return self.model.forward(batch, self.cache)
+
+    def forward_all(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Hidden states of all tokens, and of each row's last."""
+        batch = self.begin(shape)
+        hidden = self.model.forward(batch, self.cache)
+        return hidden, hidden[batch.logit_rows]
+
+    def draw(self, last: Tensor) -> None:
+        """Draws for the staged rows that ask, from the hidden states of their last tokens, into
+        ``tokens`` and the histories."""
+        for start in range(0, len(last), self.logit_rows):
+            part = slice(start, min(start + self.logit_rows, len(last)))
+            logits = self.model.logits(last[part])
+            slots, positions = self.draw_columns(part)
+            self.sampler.draw(logits, slots, positions, self.tokens[part])
+
+    def draw_reporting(
+        self, last: Tensor, slots: Int32, reporting: NDArray[np.int64]
+    ) -> Report | None:
+        """``draw`` for steps without padding in which some rows have edits, or report
+        log-probabilities: of the rows ``reporting``, in their order. slots: of all rows."""
+        parts: list[tuple[Tensor, ...]] = []
+        wanted = self.slots.logprobs[slots[reporting]]
+        most = int(wanted.max()) if len(reporting) else 0
+        for start in range(0, len(last), self.logit_rows):
+            part = slice(start, min(start + self.logit_rows, len(last)))
+            logits = self.model.logits(last[part])
+            own = reporting[(reporting >= part.start) & (reporting < part.stop)] - start
+            index = torch.from_numpy(own).to(last.device, non_blocking=True)
+            raw = logits[index]
+            tokens = self.tokens[part]
+            self.sampler.draw_edited(logits, *self.draw_columns(part), tokens)
+            if len(own):
+                parts.append(self.sampler.logprobs(raw, tokens[index], most))
+        if not parts:
+            return None
+        ids, values, ranks = map(torch.cat, zip(*parts))
+        return Report.fetch(ids, values, ranks, wanted)
+
+    def score_prompt(self, slot: int, low: int, high: int, hidden: Tensor, shift: int) -> Report:
+        """Of the tokens low + 1 .. high of a slot's prompt; hidden[shift + i] is of token i."""
+        logits = self.model.logits(hidden[shift + low : shift + high])
+        following = self.tables.history[slot, low + 1 : high + 1]
+        k = int(self.slots.prompt_logprobs[slot])
+        ids, values, ranks = self.sampler.logprobs(logits, following, k)
+        return Report.fetch(ids, values, ranks, np.full(high - low, k, dtype=np.int32))
+
+    def draw_columns(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Slots (-1: does not draw) and positions of the staged rows, int32."""
+        return self._buffers.draw_slots[part], self._buffers.draw_positions[part]
+
+    def compute(self, shape: Shape) -> None:
+        """A whole step of the staged rows, its draws included."""
+        self.draw(self.forward(shape))
+
+    def rehearse(self, shape: Shape) -> None:
+        """A step of padding: takes the time and memory of the linears of a real one."""
+        self._step_uploads.send(_padding(shape, 0, 0).reshape(-1), self._buffers.staged)
+        self.compute(shape)
+
+
+def _padding(shape: Shape, num_tokens: int, num_rows: int) -> Int32:
+    """Records of a step of padding: rows of slot -1. Of the rows with prompts the first
+    ``num_rows``, with ``num_tokens``, will be filled in; the last has the tokens that remain."""
+    decode = shape.decode_rows
+    records = np.zeros((shape.num_rows, RECORD), dtype=np.int32)
+    records[:, SLOT] = -1
+    records[:decode, COUNT] = 1
+    records[:decode, FIRST_TOKEN] = np.arange(decode)
+    records[decode + num_rows :, FIRST_TOKEN] = decode + num_tokens
+    if shape.prompt_rows > num_rows:
+        records[-1, COUNT] = shape.prompt_tokens - num_tokens
+    return records
