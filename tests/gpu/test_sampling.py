@@ -194,7 +194,7 @@ def test_logprobs_are_those_of_the_host() -> None:
     tokens = torch.randint(0, VOCABS[0], (40,), dtype=torch.int32, device="cuda")
     ids, values, ranks = bench.device_sampler.logprobs(logits, tokens, 20)
     expected = describe(logits.cpu().log_softmax(-1), tokens.cpu().long(), int32([20] * 40))
-    np.testing.assert_allclose(values.cpu().numpy(), expected.values, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(values.cpu().numpy(), expected.values, rtol=1e-4, atol=5e-5)
     assert ranks.tolist() == expected.ranks.tolist()
     assert ids[:, 0].tolist() == tokens.tolist()
 

@@ -60,9 +60,10 @@ def decode_config(
     at least as many tokens, so that one long row does not hold up a batch of short ones."""
     programs = rows * geometry.num_kv_heads
     wide = padded(geometry.head_dim)
-    tile = 64 if wide <= 64 else 32
-    warps = 2 if programs < 200 or wide > 128 else 1
-    if group_of(geometry) * queries > 16:
+    few = programs <= 16 and wide <= 128  # latency counts, not bandwidth
+    tile = 64 if few or wide <= 64 else 32
+    warps = 2 if programs < 64 or wide > 128 else 1
+    if few or group_of(geometry) * queries > 16:
         warps = 4
     tokens = min(max(64, 4 * next_power_of_2(programs)), 2048)
     splits = max(16, next_power_of_2(-(-PROGRAMS // programs)))
@@ -82,8 +83,8 @@ def prefill_config(
         small = short or not hopper  # 128 rows take 104 KB of shared memory, some GPUs have 99
         return PrefillConfig(64, 32, 4, 2, False) if small else PrefillConfig(128, 32, 8, 2, False)
     tma = hopper and block_size >= 64 and wide == geometry.head_dim and wide >= 64
-    if short:
+    if short or (tma and tokens <= 2048 * rows):
         return PrefillConfig(64, 64, 4, 3, tma)
     if tma:
-        return PrefillConfig(128, 64, 4, 3, True)
+        return PrefillConfig(128, 64, 4, 2, True)
     return PrefillConfig(128, 64, 8, 3, False)
