@@ -1,0 +1,40 @@
+"""Run by test_triton_compile.py in a process of its own: compiles the sampler's launches for
+Hopper, prints JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import torch
+
+from octavo.ops.triton import edits, sampling
+from octavo.worker.device_tables import DeviceTables
+from tests.fixtures.triton_aot import compile_launch, recorded
+
+
+def main() -> None:
+    with recorded() as launches:
+        for vocab, rows in ((128256, 256), (151936, 8), (50257, 1)):
+            device = torch.device("meta")
+            tables = DeviceTables.allocate(256, 4096, 64, vocab, device)
+            logits = torch.empty(rows, vocab, device=device)
+            slots = torch.empty(rows, dtype=torch.int32, device=device)
+            columns = (logits, slots, slots)
+            parameters = (tables.params_f, tables.params_i, tables.history, tables.seen)
+            scratch = sampling.Scratch.allocate(256, vocab, device)
+            sampling.draw(*columns, slots, *parameters, scratch)
+            edits.edit(*columns, tables.params_i, tables.edits, tables.history)
+    for launch in launches:
+        compiled = compile_launch(launch)
+        row = asdict(replace(compiled, ptx="")) | {
+            "wide_loads": compiled.ptx.count("ld.global.v4") + compiled.ptx.count("cp.async.cg"),
+            "waits": compiled.ptx.count("griddepcontrol.wait"),
+            "pdl": launch.options.get("launch_pdl", False),
+            "vocab": launch.arguments["vocab"],
+        }
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
