@@ -56,7 +56,11 @@ class StepCosts:
         return self._decode[nearest]
 
     def chunk_limit(self, num_decode_rows: int) -> int:
-        """Prompt tokens that double the time of a decode step with so many rows."""
+        """Prompt tokens that double the time of a decode step with so many rows, rounded down to
+        few sizes, so that a device can prepare for them."""
+        return _rounded(self._doubling(num_decode_rows))
+
+    def _doubling(self, num_decode_rows: int) -> int:
         decode = self.decode_seconds(num_decode_rows)
         if decode is None or not self._prompt:
             return FIRST_CHUNK
@@ -67,6 +71,12 @@ class StepCosts:
                 return int(tokens + share * (point.tokens - tokens))
             tokens, seconds = point.tokens, max(seconds, point.seconds)
         return int(tokens * decode / seconds) if seconds else FIRST_CHUNK
+
+
+def _rounded(count: int) -> int:
+    """To multiples of 64 below 512, of an eighth to a quarter of the size above."""
+    size = max(64, 1 << (count.bit_length() - 3)) if count >= 64 else 1
+    return count // size * size
 
 
 def _bucket(count: int) -> int:

@@ -1,15 +1,15 @@
 """CUDA graphs of steps, by their padded shape.
 
-The largest step of single tokens is captured before the server is ready, so that there always is
-one to replay; its smaller ones when the engine is idle. A step with prompts in it is captured when
-its shape comes for the second time: that costs about what enqueueing it does. All share one memory
-pool.
+The largest step of single tokens is captured before the server is ready; its smaller ones when the
+engine is idle, or when one is needed and those there are would be much too large. A step with
+prompts in it is captured when its shape comes for the second time: that costs about what enqueueing
+it does. All share one memory pool.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,10 @@ SMALL_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64)
 # Sizes of steps with prompts: coarser, for every combination is a graph of its own.
 MIXED_DECODE_ROWS = (0, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIXED_PROMPT_ROWS = (4, 16, 64)
-MIXED_PROMPT_TOKENS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-MOST_MIXED_GRAPHS = 96
+MIXED_PROMPT_TOKENS = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
+MOST_MIXED_GRAPHS = 128
+# A graph of more rows than a step has by this factor is not worth waiting for a better one.
+TOO_LARGE = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def padded_mixed(shape: Shape, max_rows: int, max_tokens: int) -> Shape | None:
     return found if found.num_rows <= max_rows and found.num_tokens <= max_tokens else None
 
 
-def _at_least(count: int, sizes: tuple[int, ...]) -> int | None:
+def _at_least(count: int, sizes: Sequence[int]) -> int | None:
     index = bisect.bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None
 
@@ -98,21 +100,13 @@ class Graphs:
         """Captures the largest step of single tokens that is missing. False if there is none."""
         if not self._pending:
             return False
-        shape = Shape(self._pending.pop())
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._rehearse(shape)  # compiles kernels, and libraries take their workspaces
-        torch.cuda.current_stream().wait_stream(self._stream)
-        self._capture(shape)
-        bisect.insort(self._decode_sizes, shape.decode_rows)
+        self._capture_decode(self._pending[-1])
         return True
 
     def fitting(self, shape: Shape) -> Shape | None:
         """The shape of the graph that takes this step; None: it is enqueued kernel by kernel."""
         if not shape.prompt_rows:
-            index = bisect.bisect_left(self._decode_sizes, shape.decode_rows)
-            found = index < len(self._decode_sizes)
-            return Shape(self._decode_sizes[index]) if found else None
+            return self._fitting_decode(shape.decode_rows)
         padded = padded_mixed(shape, self._max_rows, self._max_tokens)
         if padded is None or padded in self._captured:
             return padded
@@ -122,6 +116,25 @@ class Graphs:
             return padded
         self._seen.add(padded)
         return None
+
+    def _fitting_decode(self, rows: int) -> Shape | None:
+        best = _at_least(rows, self._pending)
+        index = bisect.bisect_left(self._decode_sizes, rows)
+        found = self._decode_sizes[index] if index < len(self._decode_sizes) else None
+        if best is not None and (found is None or best < found and found > TOO_LARGE * rows):
+            self._capture_decode(best)
+            found = best
+        return None if found is None else Shape(found)
+
+    def _capture_decode(self, rows: int) -> None:
+        shape = Shape(rows)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._rehearse(shape)  # compiles kernels, and libraries take their workspaces
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._capture(shape)
+        self._pending.remove(rows)
+        bisect.insort(self._decode_sizes, rows)
 
     def replay(self, shape: Shape) -> None:
         self._captured[shape].replay()
