@@ -56,6 +56,9 @@ class InstantExecutor:
     def collect(self) -> StepResult:
         return self._results.popleft()
 
+    def idle(self) -> bool:
+        return False
+
     def shutdown(self) -> None:
         self._results.clear()
 

@@ -237,6 +237,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     enforce_eager: bool = flag(False, "no CUDA graphs", group="model")
+    nvtx: bool = flag(False, "an NVTX range for every step, for Nsight Systems", group="model")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from octavo.assembly import Answer, Assembler
@@ -19,7 +20,13 @@ from octavo.engine.admission import prepare
 from octavo.engine.messages import EngineInfo, EngineStats, Outputs
 from octavo.text.chat import ChatTemplate, check_template_variables, load_chat_template
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
-from octavo.types import EngineDead, InvalidRequest, RequestOutput, SamplingParams
+from octavo.types import (
+    EngineDead,
+    InvalidRequest,
+    RequestOutput,
+    SamplingParams,
+    StepProfile,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +174,14 @@ class LLM(_Frontend):
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def start_profile(self, directory: str | Path = "profile") -> None:
+        """Traces all steps from now on. Raises ConfigError if ``directory`` cannot be written."""
+        self.executor.start_profile(Path(directory))
+
+    def stop_profile(self) -> StepProfile:
+        """Writes the trace (chrome://tracing, ui.perfetto.dev) and tells where the time went."""
+        return self.executor.stop_profile()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. False while requests run."""

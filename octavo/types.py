@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 # Of ``stop`` and of ``bad_words``: each string costs a step of every token's processing.
@@ -216,6 +217,23 @@ class RequestTimings:
     first_scheduled: float = -1.0
     first_token: float = -1.0
     last_token: float = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Where the time of traced steps went.
+
+    ``kinds``: kind -> (calls, seconds), longest first: of a GPU's kernels where there is one, else
+    of the operators of the worker's thread. ``span``: seconds from the first of them to the last;
+    ``idle``: of these, seconds in which none ran; ``longest_gap``: the longest such time.
+    """
+
+    trace: Path
+    num_steps: int
+    kinds: dict[str, tuple[int, float]]
+    span: float
+    idle: float
+    longest_gap: float
 
 
 @dataclass(slots=True)

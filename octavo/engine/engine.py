@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -35,7 +36,13 @@ from octavo.engine.messages import (
     TokenLogprobRow,
     unpack_ids,
 )
-from octavo.types import FinishReason, InvalidRequest, RequestTimings, StepFailed
+from octavo.types import (
+    FinishReason,
+    InvalidRequest,
+    RequestTimings,
+    StepFailed,
+    StepProfile,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +68,12 @@ class Executor(Protocol):
     @property
     def num_pending(self) -> int:
         """How often ``idle`` still has something to do."""
+
+    def start_profile(self, directory: Path) -> None:
+        """Traces the steps submitted from now on. Raises ConfigError where that is impossible."""
+
+    def stop_profile(self) -> StepProfile:
+        """Writes the trace of the steps submitted since the start. Raises ConfigError without."""
 
     def shutdown(self) -> None:
         """Ends after the plans already submitted. Idempotent."""

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from octavo.config import EngineConfig, prepare_torch
 from octavo.core.plan import StepPlan, StepResult
-from octavo.types import StepFailed
+from octavo.types import StepFailed, StepProfile
 from octavo.worker.info import PhaseClock, WorkerInfo
+from octavo.worker.tracing import Tracing
 
 if TYPE_CHECKING:
     from octavo.worker.cuda_runner import CudaRunner, Pending
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+T = TypeVar("T")
 
 
 class UniExecutor:
@@ -35,7 +37,8 @@ class UniExecutor:
     def __init__(self, config: EngineConfig, path: Path) -> None:
         self._config = config
         self._path = path
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
+        self._tracing = Tracing(config.nvtx)
         self._results: queue.SimpleQueue[StepResult | StepFailed] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[WorkerInfo | BaseException] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -68,6 +71,28 @@ class UniExecutor:
             raise outcome
         return outcome
 
+    def start_profile(self, directory: Path) -> None:
+        self._call(lambda: self._tracing.start(directory))
+
+    def stop_profile(self) -> StepProfile:
+        return self._call(self._tracing.stop)
+
+    def _call(self, task: Callable[[], T]) -> T:
+        """On the worker's thread, after the plans submitted so far; waits for it."""
+        answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((task(), None))
+            except Exception as error:
+                answers.put((None, error))
+
+        self._plans.put(run)
+        answer, error = answers.get()
+        if error is not None:
+            raise error
+        return answer  # type: ignore[return-value]
+
     def shutdown(self) -> None:
         if self._thread is not None:
             self._plans.put(None)
@@ -77,13 +102,19 @@ class UniExecutor:
     def _work(self, progress: Progress) -> None:
         try:
             runner, info = start_runner(self._config, self._path, progress)
+            self._tracing.prepare()
         except BaseException as error:
             self._started.put(error)
             return
         self._started.put(info)
         while (plan := self._plans.get()) is not None:
+            if not isinstance(plan, StepPlan):
+                plan()
+                continue
             try:
-                self._results.put(runner.execute(plan))
+                with self._tracing.range(plan):
+                    result = runner.execute(plan)
+                self._results.put(result)
             except Exception as error:
                 self._results.put(failed(plan, error))
 
@@ -95,19 +126,22 @@ class CudaExecutor:
     An error of the device itself cannot be survived: it is raised as it is, and ends the engine.
     """
 
-    def __init__(self, runner: CudaRunner) -> None:
+    def __init__(self, runner: CudaRunner, nvtx: bool = False) -> None:
         self._runner = runner
+        self._tracing = Tracing(nvtx)
         self._results: deque[Pending | StepFailed] = deque()
 
     def start(self, progress: Progress) -> WorkerInfo:
         """Loads the model. Raises ConfigError when it cannot be used."""
+        self._tracing.prepare()
         return self._runner.start(progress)
 
     def submit(self, plan: StepPlan) -> None:
         import torch
 
         try:
-            self._results.append(self._runner.launch(plan))
+            with self._tracing.range(plan):
+                self._results.append(self._runner.launch(plan))
         except torch.AcceleratorError:
             raise
         except Exception as error:
@@ -118,6 +152,12 @@ class CudaExecutor:
         if isinstance(outcome, StepFailed):
             raise outcome
         return outcome.finish()
+
+    def start_profile(self, directory: Path) -> None:
+        self._tracing.start(directory)
+
+    def stop_profile(self) -> StepProfile:
+        return self._tracing.stop()
 
     def idle(self) -> bool:
         return not self._results and self._runner.idle()
@@ -170,7 +210,7 @@ def _executor_on(device: Device, config: EngineConfig, path: Path) -> UniExecuto
     from octavo.worker.cuda_runner import CudaRunner
 
     device.enter()
-    return CudaExecutor(CudaRunner(config, path, device))
+    return CudaExecutor(CudaRunner(config, path, device), config.nvtx)
 
 
 def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[Runner, WorkerInfo]:
