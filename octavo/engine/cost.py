@@ -13,6 +13,8 @@ from dataclasses import dataclass
 SMOOTHING = 0.2
 # Until a prompt has been seen: a chunk that is quick on any device.
 FIRST_CHUNK = 256
+# Of what the rule allows: averages lag behind contexts that grow.
+CAUTION = 0.9
 # Shorter prompts say little about the price of a token.
 MIN_PROMPT_TOKENS = 32
 
@@ -56,21 +58,22 @@ class StepCosts:
         return self._decode[nearest]
 
     def chunk_limit(self, num_decode_rows: int) -> int:
-        """Prompt tokens that double the time of a decode step with so many rows, rounded down to
-        few sizes, so that a device can prepare for them."""
-        return _rounded(self._doubling(num_decode_rows))
-
-    def _doubling(self, num_decode_rows: int) -> int:
+        """Prompt tokens that nearly double the time of a decode step with so many rows, rounded
+        down to few sizes, so that a device can prepare for them."""
         decode = self.decode_seconds(num_decode_rows)
         if decode is None or not self._prompt:
             return FIRST_CHUNK
-        tokens, seconds = 0.0, 0.0
+        return _rounded(int(self._tokens_in(CAUTION * decode)))
+
+    def _tokens_in(self, seconds: float) -> float:
+        """How many prompt tokens add so much to a step: between what was seen, straight lines."""
+        tokens, spent = 0.0, 0.0
         for _, point in sorted(self._prompt.items()):
-            if point.seconds > decode:
-                share = (decode - seconds) / (point.seconds - seconds)
-                return int(tokens + share * (point.tokens - tokens))
-            tokens, seconds = point.tokens, max(seconds, point.seconds)
-        return int(tokens * decode / seconds) if seconds else FIRST_CHUNK
+            if point.seconds > seconds:
+                share = (seconds - spent) / (point.seconds - spent)
+                return tokens + share * (point.tokens - tokens)
+            tokens, spent = point.tokens, max(spent, point.seconds)
+        return tokens * seconds / spent if spent else float(FIRST_CHUNK)
 
 
 def _rounded(count: int) -> int:
