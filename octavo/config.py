@@ -319,6 +319,18 @@ def model_cache_dir() -> Path:
     return Path(explicit) if explicit else Path(base) / "octavo"
 
 
+def kernel_cache_dir() -> Path | None:
+    """Where compiled GPU kernels are kept, so that only the first start of a machine compiles:
+    $TRITON_CACHE_DIR, else with the models; None where that cannot be written (Triton then uses a
+    place of its own)."""
+    explicit = os.environ.get("TRITON_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    wanted = model_cache_dir() / "kernels"
+    existing = next(path for path in (wanted, *wanted.parents) if path.exists())
+    return wanted if os.access(existing, os.W_OK) else None
+
+
 def available_cores() -> int:
     """Cores this process may use: its affinity mask, limited by the cgroup's quota (v2 or v1)."""
     cores = len(os.sched_getaffinity(0))
@@ -369,9 +381,11 @@ SPIN_COUNT = 10_000
 
 
 def prepare_torch() -> None:
-    """Settings for this process that torch reads when it is imported, unless the user has chosen:
-    the above, and on a GPU segments that grow in place, so that what the largest step took serves
-    all others, however they split it."""
+    """Settings for this process that torch and Triton read when they are imported, unless the user
+    has chosen: the above; where compiled kernels are kept; and on a GPU segments that grow in
+    place, so that what the largest step took serves all others, however they split it."""
+    if (kernels := kernel_cache_dir()) is not None:
+        os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))

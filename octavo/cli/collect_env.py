@@ -14,7 +14,13 @@ from pathlib import Path
 from octavo import __version__
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.console import size, table
-from octavo.config import available_cores, available_memory, flag, model_cache_dir
+from octavo.config import (
+    available_cores,
+    available_memory,
+    flag,
+    kernel_cache_dir,
+    model_cache_dir,
+)
 
 _PACKAGES = (
     *("torch", "triton", "numpy", "tokenizers", "safetensors", "gguf", "huggingface-hub"),
@@ -55,6 +61,7 @@ def collect() -> dict[str, str]:
         "memory": f"{size(available_memory())} free",
         "gpus": _gpus(),
         "model cache": "present" if model_cache_dir().is_dir() else "empty",
+        "kernel cache": _kernels(),
     }
     for package in _PACKAGES:
         try:
@@ -70,6 +77,16 @@ def _cpu() -> str:
     flags = info.get("flags", "").split()
     found = [name for name in _CPU_FLAGS if name in flags]
     return f"{info.get('model name', 'unknown')} ({' '.join(found) or 'no AVX2'})"
+
+
+def _kernels() -> str:
+    """How many GPU kernels have been compiled, and what they take."""
+    directory = kernel_cache_dir()
+    if directory is None:
+        return "Triton's own: octavo's cannot be written"
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    count = sum(path.suffix == ".cubin" for path in files)
+    return f"{count} kernels, {size(sum(path.stat().st_size for path in files))}"
 
 
 def _gpus() -> str:
