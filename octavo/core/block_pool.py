@@ -54,9 +54,14 @@ class PrefixKeys:
     def extend(self, ids: Int32) -> None:
         """Brings the chain up to all full blocks of ``ids`` (int32, the whole sequence)."""
         size, keys = self.block_size, self.keys
-        for index in range(len(keys), len(ids) // size):
-            block_ids = ids[index * size : (index + 1) * size].tobytes()
-            keys.append(chain_key(self.parent(index), block_ids))
+        begin, end = len(keys), len(ids) // size
+        if begin >= end:
+            return
+        raw, step = ids[begin * size : end * size].tobytes(), 4 * size
+        parent = self.parent(begin)
+        for at in range(0, len(raw), step):
+            parent = chain_key(parent, raw[at : at + step])
+            keys.append(parent)
 
     def parent(self, index: int) -> bytes:
         """Key of what stands before block ``index``."""
@@ -200,36 +205,38 @@ class BlockPool:
         blocks: list[int] = []
         if not self.caching:
             return PrefixMatch(blocks, 0)
-        for index in range(min(limit // size, len(chain.keys))):
-            block = self._by_key.get(chain.keys[index])
-            if block is None or not self._holds(block, chain.parent(index), ids, index):
+        raw, step, parent = ids.tobytes(), 4 * size, chain.root
+        for index, key in enumerate(chain.keys[: limit // size]):
+            block = self._by_key.get(key)
+            if block is None or not self._holds(
+                block, parent, raw[index * step : (index + 1) * step]
+            ):
                 break
             blocks.append(block)
+            parent = key
         done = len(blocks) * size
         block, common = self._longest_child(chain.parent(len(blocks)), ids[done:limit])
         if common:
             blocks.append(block)
         return PrefixMatch(blocks, done + common, common)
 
-    def _holds(self, block: int, parent: bytes, ids: Int32, index: int) -> bool:
+    def _holds(self, block: int, parent: bytes, ids: bytes) -> bool:
         """Whether the block's ids are really these: keys may collide, ids do not."""
-        size = self.block_size
-        wanted = ids[index * size : (index + 1) * size].tobytes()
-        return self._parent[block] == parent and self._ids[block] == wanted
+        return self._parent[block] == parent and self._ids[block] == ids
 
     def _longest_child(self, parent: bytes, ids: Int32) -> tuple[int, int]:
         """(block, tokens) of the child of ``parent`` that shares the most first tokens with ids."""
         best, best_common = -1, 0
-        if not len(ids):
-            return best, best_common
+        raw = ids[: self.block_size].tobytes()
+        better = raw[:4]  # what a child must begin with to share more than the best so far
         for count, block in enumerate(reversed(self._children.get(parent, {}))):
-            if count == MAX_CANDIDATES:
+            if count == MAX_CANDIDATES or 4 * best_common == len(raw):
                 break
-            known = np.frombuffer(self._ids[block], dtype=np.int32)[: len(ids)]
-            differs = np.nonzero(known != ids[: len(known)])[0]
-            common = int(differs[0]) if len(differs) else len(known)
-            if common > best_common:
-                best, best_common = block, common
+            if self._ids[block].startswith(better):
+                known = np.frombuffer(self._ids[block], dtype=np.int32)[: len(ids)]
+                differs = np.nonzero(known != ids[: len(known)])[0]
+                best, best_common = block, int(differs[0]) if len(differs) else len(known)
+                better = raw[: 4 * (best_common + 1)]
         return best, best_common
 
     def forget_all(self) -> None:
