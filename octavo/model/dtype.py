@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.ops.cpu.linear import has_bf16
+from octavo.types import ConfigError
 
 _NAMES = {
     "half": torch.float16,
@@ -23,12 +24,15 @@ def choose_dtype(
 
     auto on a CPU: BF16 where it multiplies it in hardware, whatever the checkpoint holds, else
     FP32. auto on a GPU: what the checkpoint holds (``stored``) where that is BF16 or FP16, else
-    BF16: its range is FP32's. Asked for, FP32 runs there too, on the operations' definitions.
+    BF16: its range is FP32's. Raises ConfigError for FP32 on a GPU: its kernels take 16 bits.
     """
     if asked != "auto":
         dtype = _NAMES[asked]
         if device == "cuda" and dtype == torch.float32:
-            return dtype, f"--dtype {asked}: no fused kernels for it on a GPU, slow"
+            raise ConfigError(
+                f"--dtype {asked}: the kernels for GPUs compute with 16-bit numbers; use bfloat16 "
+                "or float16, or CUDA_VISIBLE_DEVICES= to run on the CPU"
+            )
         return dtype, f"--dtype {asked}"
     if device == "cuda":
         return _on_a_gpu(stored)
@@ -43,4 +47,4 @@ def _on_a_gpu(stored: torch.dtype | None) -> tuple[torch.dtype, str]:
     if stored is None:
         return torch.bfloat16, "default on a GPU"
     name = str(stored).removeprefix("torch.")
-    return torch.bfloat16, f"the checkpoint's {name} is rounded; --dtype float32 keeps it, slowly"
+    return torch.bfloat16, f"the checkpoint's {name} is rounded: kernels for GPUs take 16 bits"

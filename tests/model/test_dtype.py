@@ -10,6 +10,7 @@ from octavo.config import ModelConfig
 from octavo.model.dtype import choose_dtype
 from octavo.model.loader.load import open_source
 from octavo.ops.cpu.linear import has_bf16
+from octavo.types import ConfigError
 from tests.model.running import write_checkpoint
 from tests.model.test_loader import write_gguf
 
@@ -25,15 +26,19 @@ def test_dtype_is_bf16_where_the_cpu_has_it():
     [
         (torch.bfloat16, "auto", torch.bfloat16, "the checkpoint's"),
         (torch.float16, "auto", torch.float16, "the checkpoint's"),
-        (torch.float32, "auto", torch.bfloat16, "float32 is rounded; --dtype float32 keeps it"),
+        (torch.float32, "auto", torch.bfloat16, "the checkpoint's float32 is rounded"),
         (None, "auto", torch.bfloat16, "default on a GPU"),
         (torch.float16, "bfloat16", torch.bfloat16, "--dtype bfloat16"),
-        (torch.bfloat16, "float", torch.float32, "no fused kernels"),
     ],
 )
 def test_dtype_on_a_gpu_is_the_checkpoints(stored, asked, dtype, reason):
     found, why = choose_dtype(asked, "cuda", stored)
     assert found == dtype and reason in why
+
+
+def test_fp32_on_a_gpu_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match="--dtype float32: .* use bfloat16 or float16"):
+        choose_dtype("float32", "cuda", torch.float32)
 
 
 def test_a_checkpoint_is_of_the_dtype_of_most_of_its_bytes(tmp_path):
