@@ -121,7 +121,7 @@ class Graphs:
         best = _at_least(rows, self._pending)
         index = bisect.bisect_left(self._decode_sizes, rows)
         found = self._decode_sizes[index] if index < len(self._decode_sizes) else None
-        if best is not None and (found is None or best < found and found > TOO_LARGE * rows):
+        if best is not None and (found is None or (best < found and found > TOO_LARGE * rows)):
             self._capture_decode(best)
             found = best
         return None if found is None else Shape(found)

@@ -37,7 +37,7 @@ def test_dtype_on_a_gpu_is_the_checkpoints(stored, asked, dtype, reason):
 
 
 def test_fp32_on_a_gpu_is_refused_with_what_to_do():
-    with pytest.raises(ConfigError, match="--dtype float32: .* use bfloat16 or float16"):
+    with pytest.raises(ConfigError, match=r"--dtype float32: .* use bfloat16 or float16"):
         choose_dtype("float32", "cuda", torch.float32)
 
 
