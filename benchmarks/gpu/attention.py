@@ -24,6 +24,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.report import gpus, save
 from octavo.model.rope import Rope
 from octavo.model.spec import RopeSpec
+from octavo.ops import fa3
 from octavo.ops.attention import AttentionGeometry
 from octavo.ops.triton import launch
 from octavo.ops.triton.attention import Step, TritonPagedAttention
@@ -98,11 +99,21 @@ class Case:
     def prefill(self, layer: int, config: PrefillConfig) -> None:
         self.attention.prefill(self.qkv, self.caches[layer], self.out, self.step, config)
 
+    def attend_rest(self, layer: int) -> None:
+        self.attention.attend_rest(self.qkv, self.caches[layer], self.out, self.step)
+
     def rope_cache(self, layer: int) -> None:
         self.attention.rope_cache(self.qkv, self.caches[layer], self.out, self.step, None)
 
 
-def case(geometry: AttentionGeometry, rows: int, context: int, new: int, block_size: int) -> Case:
+def case(
+    geometry: AttentionGeometry,
+    rows: int,
+    context: int,
+    new: int,
+    block_size: int,
+    version: type[TritonPagedAttention] = TritonPagedAttention,
+) -> Case:
     generator = torch.Generator("cuda").manual_seed(0)
     width = -(-context // block_size)
     tables = torch.randperm(rows * width, generator=generator, device="cuda").view(rows, width)
@@ -117,7 +128,7 @@ def case(geometry: AttentionGeometry, rows: int, context: int, new: int, block_s
         block_size,
         rows if new == 1 else 0,
     )
-    attention = TritonPagedAttention(geometry)
+    attention = version(geometry)
     shape = attention.kv_shape(rows * width, block_size)
     layers = 1 + min(40, L2_BYTES // (torch.Size(shape).numel() * 2)) if new == 1 else 1
     caches = [
@@ -205,6 +216,9 @@ def prefill_figures(tokens: int, block_size: int, sweep: bool) -> dict[str, Any]
     figures = {"tokens": tokens, "us": us, "config": asdict(config)}
     figures |= {"tflops": flops / us * 1e-6, "bar_tflops": PREFILL[tokens]}
     figures["rope_cache_us"] = microseconds(made.rope_cache, 1)
+    if fa3.available("cuda", torch.bfloat16):
+        other = case(LLAMA, 1, tokens, tokens, block_size, fa3.FA3PagedAttention)
+        figures["fa3_tflops"] = flops / microseconds(other.attend_rest, 1) * 1e-6
     if sweep:
         candidates = [c for c in PREFILL_CANDIDATES if not c.tma or block_size >= c.tile]
         found = best(made.prefill, candidates, 1)

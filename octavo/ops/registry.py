@@ -25,6 +25,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.triton.embedding",
         "octavo.ops.triton.blocks",
         "octavo.ops.triton.attention",
+        "octavo.ops.fa3",
     ),
 }
 F = TypeVar("F", bound=Callable[..., Any])

@@ -105,9 +105,7 @@ class TritonPagedAttention:
         if tokens:
             self.rope_cache(qkv, cache, out, state, qk_weight)
         if tokens and rows:
-            hopper = qkv.is_cuda and launch.has_pdl()
-            chosen = prefill_config(geometry, rows, tokens, batch.block_size, hopper)
-            self.prefill(qkv, cache, out, state, chosen)
+            self.attend_rest(qkv, cache, out, state)
         if batch.decode_rows:
             context = batch.block_tables.shape[1] * batch.block_size
             config = decode_config(geometry, batch.decode_rows, context)
@@ -143,10 +141,18 @@ class TritonPagedAttention:
             **launch.options(4),
         )
 
+    def attend_rest(self, qkv: Tensor, cache: Tensor, out: Tensor, step: Step) -> None:
+        """Rows after the decode rows, once rope_cache is done with their tokens."""
+        batch, first = step.batch, step.batch.decode_rows
+        rows, tokens = len(batch.seq_lens) - first, len(qkv) - first
+        hopper = qkv.is_cuda and launch.has_pdl()
+        config = prefill_config(self.geometry, rows, tokens, batch.block_size, hopper)
+        self.prefill(qkv, cache, out, step, config)
+
     def prefill(
         self, qkv: Tensor, cache: Tensor, out: Tensor, step: Step, config: PrefillConfig
     ) -> None:
-        """Rows after the decode rows, once rope_cache is done with their tokens."""
+        """``attend_rest`` with tile sizes given."""
         geometry, batch = self.geometry, step.batch
         first, kv_heads, dim = batch.decode_rows, geometry.num_kv_heads, geometry.head_dim
         rows = len(batch.seq_lens) - first
