@@ -27,7 +27,7 @@ from octavo.model.spec import RopeSpec
 from octavo.ops import fa3
 from octavo.ops.attention import AttentionGeometry
 from octavo.ops.triton import launch
-from octavo.ops.triton.attention import Step, TritonPagedAttention
+from octavo.ops.triton.attention import Layer, Step, TritonPagedAttention
 from octavo.ops.triton.attention_configs import (
     DecodeConfig,
     PrefillConfig,
@@ -89,21 +89,21 @@ class Case:
     step: Step
     qkv: Tensor
     out: Tensor
-    caches: list[Tensor]
+    layers: list[Layer]
     rows: int
     context: int
 
     def decode(self, layer: int, config: DecodeConfig) -> None:
-        self.attention.decode(self.qkv, self.caches[layer], self.out, self.step, None, config)
+        self.attention.decode(self.qkv, self.layers[layer], self.out, self.step, config)
 
     def prefill(self, layer: int, config: PrefillConfig) -> None:
-        self.attention.prefill(self.qkv, self.caches[layer], self.out, self.step, config)
+        self.attention.prefill(self.qkv, self.layers[layer], self.out, self.step, config)
 
     def attend_rest(self, layer: int) -> None:
-        self.attention.attend_rest(self.qkv, self.caches[layer], self.out, self.step)
+        self.attention.attend_rest(self.qkv, self.layers[layer], self.out, self.step)
 
     def rope_cache(self, layer: int) -> None:
-        self.attention.rope_cache(self.qkv, self.caches[layer], self.out, self.step, None)
+        self.attention.rope_cache(self.qkv, self.layers[layer], self.out, self.step)
 
 
 def case(
@@ -132,7 +132,7 @@ def case(
     shape = attention.kv_shape(rows * width, block_size)
     layers = 1 + min(40, L2_BYTES // (torch.Size(shape).numel() * 2)) if new == 1 else 1
     caches = [
-        torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator)
+        Layer(torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator))
         for _ in range(layers)
     ]
     heads = geometry.num_heads + 2 * geometry.num_kv_heads
@@ -195,7 +195,7 @@ def best(run: Callable[[int, Any], None], candidates: list[Any], layers: int) ->
 def decode_figures(rows: int, context: int, block_size: int, sweep: bool) -> dict[str, Any]:
     made = case(LLAMA, rows, context, 1, block_size)
     config = decode_config(LLAMA, rows, context)
-    layers = len(made.caches)
+    layers = len(made.layers)
     us = microseconds(lambda layer: made.decode(layer, config), layers)
     size = rows * context * LLAMA.num_kv_heads * 2 * LLAMA.head_dim * 2
     figures = {"rows": rows, "context": context, "us": us, "config": asdict(config)}

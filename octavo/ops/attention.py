@@ -36,13 +36,14 @@ class Rope(Protocol):
 @dataclass(frozen=True)
 class AttentionGeometry:
     """``window``: keys a token sees, itself included. ``qk_norm_eps``: q and k heads are RMS-normed
-    before RoPE."""
+    before RoPE. ``softcap``: scores s become softcap * tanh(s / softcap)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None = None
     qk_norm_eps: float | None = None
+    softcap: float | None = None
 
     @property
     def scale(self) -> float:
@@ -73,10 +74,19 @@ class PagedAttention(Protocol):
         """The step's state, shared by all layers of this geometry."""
 
     def __call__(
-        self, qkv: Tensor, cache: Tensor, state: Any, qk_weight: Tensor | None = None
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        state: Any,
+        qk_weight: Tensor | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
         """qkv: [T, (hq + 2 hkv) * d], q heads, then k heads, then v heads; may be overwritten.
-        cache: ``kv_shape``, written in place. qk_weight: [hq + hkv, d]. Returns [T, hq * d]."""
+        cache: ``kv_shape``, written in place; of qkv's dtype, or E4M3 (``torch.float8_e4m3fn``)
+        times ``kv_scales``, that of keys and that of values. qk_weight: [hq + hkv, d]. sinks: [hq],
+        for each head one more score, of nothing (gpt-oss). Returns [T, hq * d]. Raises ValueError
+        for what a version does not do."""
 
 
 def token_lengths(batch: BatchColumns) -> Tensor:
@@ -90,6 +100,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """``x`` as a cache keeps it; E4M3 has no infinity and ends at 448."""
+    if dtype == torch.float8_e4m3fn:
+        x = (x / scale).clamp(-448, 448)
+    return x.to(dtype)
 
 
 @register("paged_attention", "torch")
@@ -113,6 +130,8 @@ class TorchPagedAttention:
         cache: Tensor,
         state: tuple[BatchColumns, Rope],
         qk_weight: Tensor | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
         batch, rope = state
         geometry = self.geometry
@@ -125,23 +144,32 @@ class TorchPagedAttention:
         query, key = qk.split((heads, kv_heads), dim=1)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         slots = cache.flatten(0, 1)  # [slots, k|v, head, d]
-        slots[batch.slot_mapping] = torch.stack((key, value), dim=1).to(cache.dtype)
+        new = [stored(x, scale, cache.dtype) for x, scale in zip((key, value), kv_scales)]
+        slots[batch.slot_mapping] = torch.stack(new, dim=1)
+        scale = torch.tensor(kv_scales if cache.dtype == torch.float8_e4m3fn else (1.0, 1.0))
+        scale = scale.to(wide).view(2, 1, 1)
 
         out = torch.empty_like(query)
         for row, length in enumerate(batch.seq_lens_host):
             start, end = batch.query_starts_host[row : row + 2]
             past = torch.arange(length)
             blocks = batch.block_tables[row].long()[past // batch.block_size]
-            stored = slots[blocks * batch.block_size + past % batch.block_size].to(wide.dtype)
-            keys, values = stored.unbind(1)  # [length, kv_heads, d]
+            known = slots[blocks * batch.block_size + past % batch.block_size].to(wide.dtype)
+            keys, values = (known * scale).unbind(1)  # [length, kv_heads, d]
             group = heads // kv_heads
             keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", query[start:end], keys) * geometry.scale
+            if geometry.softcap is not None:
+                scores = geometry.softcap * torch.tanh(scores / geometry.softcap)
             distance = batch.positions[start:end, None] - past[None, :]
             hidden = distance < 0
             if geometry.window is not None:
                 hidden = hidden | (distance >= geometry.window)
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                sink = sinks.to(wide.dtype)[:, None, None].expand(-1, end - start, 1)
+                scores = torch.cat((scores, sink), dim=-1)
+            weights = scores.softmax(-1)[..., :length]
             out[start:end] = torch.einsum("hqk,khd->qhd", weights, values)
         return out.to(qkv.dtype).flatten(1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.ops.attention import AttentionGeometry, BatchColumns, Rope
 from octavo.ops.registry import register
 from octavo.ops.triton import launch
-from octavo.ops.triton.attention import Step, TritonPagedAttention
+from octavo.ops.triton.attention import Layer, Step, TritonPagedAttention
 
 PACKAGE = "flash_attn_3"  # what the wheel installs
 
@@ -43,8 +43,9 @@ class FA3Step(Step):
 
 @register("paged_attention", "fa3", available, tolerance=8.0)
 class FA3PagedAttention(TritonPagedAttention):
-    """The Triton version but for one kernel; the same cache. ``forward``: the package's operator,
-    loaded if not given."""
+    """The Triton version but for one kernel, and entirely with softcap, sinks or an FP8 cache (the
+    package is built without the first and wants queries in FP8 for the last). The cache is the
+    same. ``forward``: the package's operator, loaded if not given."""
 
     def __init__(
         self, geometry: AttentionGeometry, forward: Callable[..., Any] | None = None
@@ -59,11 +60,14 @@ class FA3PagedAttention(TritonPagedAttention):
             starts = starts - batch.decode_rows
         return FA3Step(step.batch, step.rotations, step.by_token, step.workspace, starts)
 
-    def attend_rest(self, qkv: Tensor, cache: Tensor, out: Tensor, step: Step) -> None:
+    def attend_rest(self, qkv: Tensor, layer: Layer, out: Tensor, step: Step) -> None:
         assert isinstance(step, FA3Step)
+        if self.geometry.softcap is not None or layer.sinks is not None or layer.fp8:
+            super().attend_rest(qkv, layer, out, step)
+            return
         batch, geometry = step.batch, self.geometry
         first, dim = batch.decode_rows, geometry.head_dim
-        keys, values = cache.transpose(1, 3).unbind(2)  # [block, offset, head, d] each
+        keys, values = layer.cache.transpose(1, 3).unbind(2)  # [block, offset, head, d] each
         self._forward(
             qkv[first:, : out.shape[1]].unflatten(1, (-1, dim)),
             keys,

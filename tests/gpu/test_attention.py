@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 DEVICE = "cuda"
-FP16, BF16 = torch.float16, torch.bfloat16
+FP16, BF16, FP8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 LONGEST = 33_100
 LLAMA = AttentionGeometry(32, 8, 128)
 QWEN = AttentionGeometry(16, 8, 128, qk_norm_eps=1e-6)
@@ -55,16 +55,30 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((number.real, number.imag), dim=-1)
 
 
+@dataclass
+class Extras:
+    """What ``PagedAttention.__call__`` gets beside the batch."""
+
+    weight: Tensor | None = None
+    sinks: Tensor | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
+
+
 def expected_of(
-    geometry: AttentionGeometry, qkv: Tensor, before: Tensor, plain: Columns, weight: Tensor | None
+    geometry: AttentionGeometry, qkv: Tensor, before: Tensor, plain: Columns, extras: Extras
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, keys and values of the new tokens, FP32. before: [block, offset, k|v, head, d]."""
     dim, hq, hkv = geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
     heads = qkv.float().unflatten(1, (-1, dim))
     steps = torch.arange(dim // 2, device=DEVICE) / (dim // 2)
     angles = plain.positions.to(DEVICE)[:, None] * 10000.0**-steps
-    qk = turned(normed(heads[:, : hq + hkv], weight, geometry.qk_norm_eps), angles)
+    qk = turned(normed(heads[:, : hq + hkv], extras.weight, geometry.qk_norm_eps), angles)
     query, key, value = qk[:, :hq], qk[:, hq:], heads[:, hq + hkv :]
+    if before.dtype == FP8:  # what is attended to is what is stored
+        key, value = (
+            (x / scale).clamp(-448, 448).to(FP8).float() * scale
+            for x, scale in zip((key, value), extras.scales)
+        )
     starts, lengths = plain.query_starts.tolist(), plain.seq_lens.tolist()
     out = torch.empty_like(query)
     for row, length in enumerate(lengths):
@@ -72,21 +86,29 @@ def expected_of(
         past = length - (end - start)
         blocks = plain.block_tables[row, : -(-past // plain.block_size)].long().to(DEVICE)
         old = before[blocks].flatten(0, 1)[:past].float()
-        k = torch.cat((old[:, 0], key[start:end])).transpose(0, 1)
-        v = torch.cat((old[:, 1], value[start:end])).transpose(0, 1)  # [kv head, length, d]
+        k = torch.cat((old[:, 0] * extras.scales[0], key[start:end])).transpose(0, 1)
+        v = torch.cat((old[:, 1] * extras.scales[1], value[start:end])).transpose(0, 1)
         for low in range(start, end, 128):
             high = min(low + 128, end)
             q = query[low:high].transpose(0, 1).unflatten(0, (hkv, -1))  # [kv, group, m, d]
             scores = q @ k[:, None].transpose(2, 3) / dim**0.5
+            if geometry.softcap is not None:
+                scores = (scores / geometry.softcap).tanh() * geometry.softcap
             age = plain.positions[low:high, None].to(DEVICE) - torch.arange(length, device=DEVICE)
             gone = age < 0 if geometry.window is None else (age < 0) | (age >= geometry.window)
-            weights = scores.masked_fill_(gone, float("-inf")).softmax(-1)
+            scores.masked_fill_(gone, float("-inf"))
+            total = scores.logsumexp(-1, keepdim=True)
+            if extras.sinks is not None:
+                total = total.logaddexp(extras.sinks.float().view(hkv, -1, 1, 1))
+            weights = (scores - total).exp()
             out[low:high] = (weights @ v[:, None]).flatten(0, 1).transpose(0, 1)
     return out.flatten(1), key, value
 
 
-def inputs(geometry: AttentionGeometry, case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """qkv of the padded batch, NaN where it is padding, and qk weights (empty if none)."""
+def inputs(
+    geometry: AttentionGeometry, case: Case, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """qkv of the padded batch, NaN where it is padding, and the weights of the q/k norm."""
     heads = geometry.num_heads + 2 * geometry.num_kv_heads
     generator = torch.Generator(DEVICE).manual_seed(1)
 
@@ -97,7 +119,7 @@ def inputs(geometry: AttentionGeometry, case: Case, dtype: torch.dtype) -> tuple
     qkv = qkv.to(DEVICE, dtype)
     qkv[case.real.to(DEVICE)] = randn(len(case.real), qkv.shape[1]).to(dtype)
     if geometry.qk_norm_eps is None:
-        return (qkv,)
+        return qkv, None
     shape = (geometry.num_heads + geometry.num_kv_heads, geometry.head_dim)
     return qkv, (1 + 0.1 * randn(*shape)).to(dtype)
 
@@ -109,40 +131,50 @@ def assert_right(
     cache: Tensor,
     before: Tensor,
     qkv: Tensor,
-    weight: Tensor | None = None,
+    extras: Extras,
 ) -> None:
-    real, dtype = case.real.to(DEVICE), found.dtype
-    plain = case.plain
-    out, key, value = expected_of(geometry, qkv[real], before, plain, weight)
+    real, plain, fp8 = case.real.to(DEVICE), case.plain, cache.dtype == FP8
+    out, key, value = expected_of(geometry, qkv[real], before, plain, extras)
     error = (found[real].float() - out).norm() / out.norm()
-    assert error <= (0.01 if dtype == BF16 else 0.002), f"relative error {error:.4f}"
-    largest = (found[real].float() - out).abs().max() / out.abs().max()
-    assert largest <= 8 * torch.finfo(dtype).eps, f"largest error {largest:.4f}"
+    bound = 0.01 if fp8 or found.dtype == BF16 else 0.002
+    assert error <= bound, f"relative error {error:.4f}"
+    if not fp8:
+        largest = (found[real].float() - out).abs().max() / out.abs().max()
+        assert largest <= 8 * torch.finfo(found.dtype).eps, f"largest error {largest:.4f}"
     padding = torch.ones(len(found), dtype=torch.bool, device=DEVICE)
     padding[real] = False
     assert not found[padding].any()
+    bits, old = torch.uint8 if fp8 else torch.int16, by_head(before)
     slots = plain.slot_mapping.to(DEVICE)
     block, offset = slots // plain.block_size, slots % plain.block_size
-    written = cache[block, :, :, offset].float()  # [tokens, head, k|v, d]
-    for kind, tensor in enumerate((key, value)):
-        assert (written[:, :, kind] - tensor).norm() / tensor.norm() <= 0.005
-    rest = cache.clone()
-    rest[block, :, :, offset] = by_head(before)[block, :, :, offset]
-    assert torch.equal(rest.view(torch.int16), by_head(before).view(torch.int16))
+    written = cache.view(bits)[block, :, :, offset].view(cache.dtype).float()
+    for kind, tensor in enumerate((key, value)):  # of written, [tokens, head, k|v, d]
+        error = (written[:, :, kind] * extras.scales[kind] - tensor).norm() / tensor.norm()
+        assert error <= 0.005
+    rest = cache.view(bits).clone()
+    rest[block, :, :, offset] = old.view(bits)[block, :, :, offset]
+    assert torch.equal(rest, old.view(bits))
 
 
 def check(
-    geometry: AttentionGeometry, case: Case, dtype: torch.dtype = BF16, name: str = "triton"
+    geometry: AttentionGeometry,
+    case: Case,
+    dtype: torch.dtype = BF16,
+    name: str = "triton",
+    cache_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     attention = made(name)(geometry)
-    before = history(geometry, case, dtype, DEVICE)
+    before = history(geometry, case, cache_dtype or dtype, DEVICE)
     cache = by_head(before)
-    qkv, *weight = inputs(geometry, case, dtype)
+    qkv, weight = inputs(geometry, case, dtype)
+    extras = Extras(weight, sinks, scales)
     rope = Rope(geometry.head_dim, LONGEST)
     state = attention.prepare(case.padded.to(DEVICE), rope, dtype)
-    found = attention(qkv.clone(), cache, state, *weight)
+    found = attention(qkv.clone(), cache, state, weight, sinks, scales)
     assert not state.workspace.arrived.any()
-    assert_right(geometry, case, found, cache, before, qkv, *weight)
+    assert_right(geometry, case, found, cache, before, qkv, extras)
 
 
 def lengths(rows: int, longest: int, seed: int = 3) -> list[int]:
@@ -175,6 +207,30 @@ def test_mixed_batch(geometry, block_size):
 @pytest.mark.parametrize(("past", "new"), (([0], [8_192]), ([30_000], [2_048])))
 def test_several_tokens_a_row(name, past, new, dtype):
     check(LLAMA, case(past, new, 64), dtype, name)
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16))
+@pytest.mark.parametrize("block_size", (16, 64))
+@pytest.mark.parametrize("geometry", (LLAMA, GEOMETRIES["8/8-80"]), ids=("32/8-128", "8/8-80"))
+def test_fp8_cache(geometry, block_size, dtype):
+    past = [*lengths(12, 5_000), 0, 40, 2_000]
+    batch = case(past, [1] * 12 + [300, 2, 129], block_size, 4, 3, 50)
+    check(geometry, batch, dtype, cache_dtype=FP8, scales=(0.5, 0.02))
+
+
+@pytest.mark.parametrize("rows", (1, 64, 256))
+def test_one_token_a_row_over_an_fp8_cache(rows):
+    past = [length - 1 for length in lengths(rows, 8_000)]
+    check(LLAMA, case(past, [1] * rows, 64), cache_dtype=FP8, scales=(0.1, 0.1))
+
+
+@pytest.mark.parametrize("cache_dtype", (None, FP8))
+def test_softcap_and_sinks(cache_dtype):
+    batch = case([*lengths(12, 5_000), 0, 40, 2_000], [1] * 12 + [300, 2, 129], 64, 4)
+    capped = AttentionGeometry(8, 4, 256, window=511, softcap=5.0)
+    check(capped, batch, cache_dtype=cache_dtype)
+    sinks = torch.linspace(-4, 6, 64, device=DEVICE)
+    check(AttentionGeometry(64, 8, 64, window=128), batch, cache_dtype=cache_dtype, sinks=sinks)
 
 
 def test_many_short_rows():
@@ -241,10 +297,10 @@ def replay(geometry: AttentionGeometry, first: Case, later: list[Case]) -> None:
     shape = attention.kv_shape(blocks, first.plain.block_size)
     cache = torch.zeros(shape, dtype=BF16, device=DEVICE)
     static = first.padded.to(DEVICE)
-    qkv, *weight = inputs(geometry, first, BF16)
+    qkv, weight = inputs(geometry, first, BF16)
 
     def step() -> Tensor:
-        return attention(qkv, cache, attention.prepare(static, rope, BF16), *weight)
+        return attention(qkv, cache, attention.prepare(static, rope, BF16), weight)
 
     step()
     torch.cuda.synchronize()
@@ -255,14 +311,14 @@ def replay(geometry: AttentionGeometry, first: Case, later: list[Case]) -> None:
         assert len(other.padded.positions) == len(qkv)
         before = history(geometry, other, BF16, DEVICE)
         refill(static, other.padded.to(DEVICE))
-        fresh, *_ = inputs(geometry, other, BF16)
+        fresh, _ = inputs(geometry, other, BF16)
         for _ in range(2):  # the second finds the counters as the first left them
             cache[: len(before)] = by_head(before)
             qkv.copy_(fresh)
             out.fill_(float("nan"))
             graph.replay()
             used = cache[: len(before)]
-            assert_right(geometry, other, out, used, before, fresh, *weight)
+            assert_right(geometry, other, out, used, before, fresh, Extras(weight))
 
 
 def test_equal_inputs_give_equal_bits():
@@ -270,7 +326,7 @@ def test_equal_inputs_give_equal_bits():
     batch = case([20_000, 300, 5_000], [1] * 3, 64)
     attention = made("triton")(LLAMA)
     before = by_head(history(LLAMA, batch, BF16, DEVICE))
-    qkv, *_ = inputs(LLAMA, batch, BF16)
+    qkv, _ = inputs(LLAMA, batch, BF16)
     state = attention.prepare(batch.padded.to(DEVICE), Rope(128, LONGEST), BF16)
     first = attention(qkv.clone(), before.clone(), state)
     for _ in range(20):

@@ -139,7 +139,7 @@ def history(
     past = (plain.seq_lens - plain.query_starts.diff()).tolist()
     slots = columns([0] * len(past), past, plain.block_tables, size, 0).slot_mapping
     shape = (case.num_blocks * size, 2, geometry.num_kv_heads, geometry.head_dim)
-    cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    cache = torch.full(shape, float("nan"), device=device).to(dtype)
     generator = torch.Generator(device).manual_seed(0)
     known = torch.randn(len(slots), *shape[1:], generator=generator, device=device)
     cache[slots.to(device)] = known.to(dtype)

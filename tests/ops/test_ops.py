@@ -179,6 +179,54 @@ def test_definition_of_attention_equals_torchs_own():
     torch.testing.assert_close(found, expected.transpose(1, 2).reshape(50, -1))
 
 
+def test_definition_of_softcap_and_sinks():
+    """One head, no rotation: written out for the last token."""
+    geometry = AttentionGeometry(1, 1, 16, softcap=0.5)
+    batch = columns([0], [9], torch.zeros(1, 1).int(), 16)
+    qkv, sink = randn(9, 48), torch.tensor([0.7], dtype=torch.float64)
+
+    def no_rope(positions, lengths):
+        return torch.ones(len(positions), 8), torch.zeros(len(positions), 8)
+
+    attention = TorchPagedAttention(geometry)
+    cache = torch.zeros(attention.kv_shape(1, 16), dtype=torch.float64)
+    state = attention.prepare(batch, no_rope, torch.float64)
+    found = attention(qkv, cache, state, sinks=sink)[-1]
+    query, key, value = qkv[-1, :16], qkv[:, 16:32], qkv[:, 32:]
+    weights = (0.5 * torch.tanh(key @ query / 4 / 0.5)).exp()
+    torch.testing.assert_close(found, weights @ value / (weights.sum() + sink.exp()))
+
+
+def test_definition_keeps_keys_and_values_in_e4m3_times_their_scales():
+    attention = TorchPagedAttention(AttentionGeometry(2, 1, 16))
+    batch = columns([0], [9], torch.zeros(1, 1).int(), 16)
+    qkv = randn(9, 64)
+    results = []
+    for dtype, scales in ((torch.float64, (1.0, 1.0)), (torch.float8_e4m3fn, (0.5, 0.01))):
+        cache = torch.zeros(attention.kv_shape(1, 16)).to(dtype)
+        state = attention.prepare(batch, rope(attention.geometry), torch.float64)
+        results.append((attention(qkv, cache, state, kv_scales=scales), cache[0, :9].double()))
+    (exact, kept), (found, stored) = results
+    stored[:, 0] *= 0.5
+    stored[:, 1] *= 0.01
+    assert 0 < (stored - kept).norm() / kept.norm() < 0.04
+    assert 0 < (found - exact).norm() / exact.norm() < 0.04
+
+
+def test_cpu_versions_refuse_what_they_do_not_do():
+    version = registry.select("paged_attention", "cpu", torch.float32)
+    with pytest.raises(ValueError, match="softcap"):
+        version.call(AttentionGeometry(2, 1, 16, softcap=30.0))
+    attention = version.call(AttentionGeometry(2, 1, 16))
+    batch = columns([0], [9], torch.zeros(1, 1).int(), 16)
+    state = attention.prepare(batch, rope(attention.geometry), torch.float32)
+    cache = torch.zeros(attention.kv_shape(1, 16))
+    with pytest.raises(ValueError, match="sinks"):
+        attention(torch.randn(9, 64), cache, state, sinks=torch.zeros(2))
+    with pytest.raises(ValueError, match="FP8"):
+        attention(torch.randn(9, 64), cache.to(torch.float8_e4m3fn), state)
+
+
 @pytest.mark.parametrize(("version", "dtype"), cases("paged_attention"))
 def test_attention_ignores_what_other_blocks_hold(version, dtype):
     """Places past a row's end and other rows' blocks have no influence."""

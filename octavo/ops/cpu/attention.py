@@ -94,6 +94,8 @@ class CPUPagedAttention:
     flash_prompts = False  # prompts from position 0 through ATen's flash kernel
 
     def __init__(self, geometry: AttentionGeometry) -> None:
+        if geometry.softcap is not None:
+            raise ValueError("attention with softcap is not written for CPUs yet")
         self.geometry = geometry
         self._group = geometry.num_heads // geometry.num_kv_heads
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -237,8 +239,16 @@ class CPUPagedAttention:
     # ---- once per layer ----
 
     def __call__(
-        self, qkv: Tensor, cache: Tensor, state: _State, qk_weight: Tensor | None = None
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        state: _State,
+        qk_weight: Tensor | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
+        if sinks is not None or cache.dtype != qkv.dtype:
+            raise ValueError("attention sinks and FP8 caches are not written for CPUs yet")
         geometry = self.geometry
         dim, kv_heads = geometry.head_dim, geometry.num_kv_heads
         heads = qkv.view(len(qkv), -1, dim)

@@ -54,6 +54,20 @@ class Workspace:
 
 
 @dataclass(slots=True)
+class Layer:
+    """What attention gets of one layer; see ``PagedAttention.__call__``."""
+
+    cache: Tensor
+    qk_weight: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def fp8(self) -> bool:
+        return self.cache.dtype == torch.float8_e4m3fn
+
+
+@dataclass(slots=True)
 class Step:
     """``rotations``: FP32 [positions, d], cos, then sin; [T, d] if ``by_token``."""
 
@@ -69,6 +83,16 @@ def rotations_by_token(batch: BatchColumns, rope: Rope) -> Tensor:
     tokens = torch.arange(len(positions), dtype=starts.dtype, device=positions.device)
     rows = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(starts) - 2)
     return torch.cat(rope(positions, batch.seq_lens[rows].long()), dim=1)
+
+
+def score_scales(geometry: AttentionGeometry, layer: Layer) -> tuple[float, float | None]:
+    """Of query times stored key, ``scale`` and ``inner`` of the kernels: to units of log 2, and
+    with softcap what the exponent of tanh takes."""
+    scale = geometry.scale * (layer.kv_scales[0] if layer.fp8 else 1.0)
+    if geometry.softcap is None:
+        return scale * math.log2(math.e), None
+    inner = 2 * math.log2(math.e) * scale / geometry.softcap
+    return geometry.softcap * math.log2(math.e), inner
 
 
 @register("paged_attention", "triton", launch.available, tolerance=8.0)
@@ -97,38 +121,47 @@ class TritonPagedAttention:
         return Step(batch, rotations, False, self._workspace)
 
     def __call__(
-        self, qkv: Tensor, cache: Tensor, state: Step, qk_weight: Tensor | None = None
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        state: Step,
+        qk_weight: Tensor | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
+        layer = Layer(cache, qk_weight, sinks, kv_scales)
+        if not layer.fp8 and cache.dtype != qkv.dtype:
+            raise ValueError(
+                f"a cache of {cache.dtype} for {qkv.dtype}: keep it in that or in E4M3"
+            )
         batch, geometry = state.batch, self.geometry
         out = qkv.new_empty(len(qkv), geometry.num_heads * geometry.head_dim)
         rows, tokens = len(batch.seq_lens) - batch.decode_rows, len(qkv) - batch.decode_rows
         if tokens:
-            self.rope_cache(qkv, cache, out, state, qk_weight)
+            self.rope_cache(qkv, layer, out, state)
         if tokens and rows:
-            self.attend_rest(qkv, cache, out, state)
+            self.attend_rest(qkv, layer, out, state)
         if batch.decode_rows:
             context = batch.block_tables.shape[1] * batch.block_size
             config = decode_config(geometry, batch.decode_rows, context)
-            self.decode(qkv, cache, out, state, qk_weight, config)
+            self.decode(qkv, layer, out, state, config)
         return out
 
-    def rope_cache(
-        self, qkv: Tensor, cache: Tensor, out: Tensor, step: Step, qk_weight: Tensor | None
-    ) -> None:
+    def rope_cache(self, qkv: Tensor, layer: Layer, out: Tensor, step: Step) -> None:
         """Tokens after the decode rows': q in place, k and v into the cache, 0 into ``out`` where
         the token is padding."""
         geometry, batch = self.geometry, step.batch
         first = batch.decode_rows
-        most = max(geometry.num_heads, geometry.num_kv_heads)
         rope_cache_kernel[(len(qkv) - first,)](
             qkv,
-            cache,
+            layer.cache,
             out,
             batch.slot_mapping,
             batch.positions,
             step.rotations,
-            qk_weight,
+            layer.qk_weight,
             first,
+            *layer.kv_scales,
             geometry.qk_norm_eps,
             HEADS=geometry.num_heads,
             KV_HEADS=geometry.num_kv_heads,
@@ -137,41 +170,47 @@ class TritonPagedAttention:
             BLOCK_SIZE=batch.block_size,
             QK_NORM=geometry.qk_norm_eps is not None,
             BY_TOKEN=step.by_token,
-            HEADS_AT_ONCE=min(8, launch.next_power_of_2(most)),
+            HEADS_AT_ONCE=min(8, launch.next_power_of_2(geometry.num_heads)),
+            FP8=layer.fp8,
             **launch.options(4),
         )
 
-    def attend_rest(self, qkv: Tensor, cache: Tensor, out: Tensor, step: Step) -> None:
+    def attend_rest(self, qkv: Tensor, layer: Layer, out: Tensor, step: Step) -> None:
         """Rows after the decode rows, once rope_cache is done with their tokens."""
         batch, first = step.batch, step.batch.decode_rows
         rows, tokens = len(batch.seq_lens) - first, len(qkv) - first
         hopper = qkv.is_cuda and launch.has_pdl()
         config = prefill_config(self.geometry, rows, tokens, batch.block_size, hopper)
-        self.prefill(qkv, cache, out, step, config)
+        self.prefill(qkv, layer, out, step, config)
 
     def prefill(
-        self, qkv: Tensor, cache: Tensor, out: Tensor, step: Step, config: PrefillConfig
+        self, qkv: Tensor, layer: Layer, out: Tensor, step: Step, config: PrefillConfig
     ) -> None:
         """``attend_rest`` with tile sizes given."""
         geometry, batch = self.geometry, step.batch
         first, kv_heads, dim = batch.decode_rows, geometry.num_kv_heads, geometry.head_dim
         rows = len(batch.seq_lens) - first
         tiles = (len(qkv) - first) // (config.rows // group_of(geometry)) + rows
+        scale, inner = score_scales(geometry, layer)
         cache_rows = None
         if config.tma:
-            cache_rows = TensorDescriptor.from_tensor(cache.view(-1, dim), [config.tile, dim])
+            lines = layer.cache.view(-1, dim)
+            cache_rows = TensorDescriptor.from_tensor(lines, [config.tile, dim])
         prefill_attention_kernel[(tiles, kv_heads)](
             qkv,
-            cache,
+            layer.cache,
             cache_rows,
             out,
             batch.query_starts,
             batch.seq_lens,
             batch.block_tables,
+            layer.sinks,
             first,
             rows,
             batch.block_tables.stride(0),
-            geometry.scale * math.log2(math.e),
+            scale,
+            inner,
+            layer.kv_scales[1],
             HEADS=geometry.num_heads,
             KV_HEADS=kv_heads,
             DIM=dim,
@@ -181,6 +220,9 @@ class TritonPagedAttention:
             TILE=config.tile,
             STAGES=config.stages,
             WINDOW=geometry.window or 0,
+            SOFTCAP=geometry.softcap is not None,
+            SINKS=layer.sinks is not None,
+            FP8=layer.fp8,
             TMA=config.tma,
             **launch.options(config.warps, num_stages=config.stages),
         )
@@ -188,10 +230,9 @@ class TritonPagedAttention:
     def decode(
         self,
         qkv: Tensor,
-        cache: Tensor,
+        layer: Layer,
         out: Tensor,
         step: Step,
-        qk_weight: Tensor | None,
         config: DecodeConfig,
         queries: int = 1,
     ) -> None:
@@ -199,25 +240,30 @@ class TritonPagedAttention:
         of the same number (a token and its drafts): attention, after rope_cache."""
         geometry, batch = self.geometry, step.batch
         wide, live = padded(geometry.head_dim), group_of(geometry) * queries
+        scale, inner = score_scales(geometry, layer)
         # At one row, launching it normally between kernels with early triggers is faster.
         pdl = launch.pdl_for(len(qkv))
         pdl = launch.OFF if pdl == launch.EARLY else pdl
         at_once = min(128 * config.warps // wide, launch.next_power_of_2(live))
         decode_attention_kernel[(config.splits, geometry.num_kv_heads, batch.decode_rows)](
             qkv,
-            cache,
+            layer.cache,
+            layer.cache.view(torch.int16) if layer.fp8 else None,
             out,
             batch.slot_mapping,
             batch.seq_lens,
             batch.block_tables,
             step.rotations,
-            qk_weight,
+            layer.qk_weight,
+            layer.sinks,
             step.workspace.partial,
             step.workspace.state,
             step.workspace.arrived,
             batch.block_tables.stride(0),
             config.min_tiles,
-            geometry.scale * math.log2(math.e),
+            scale,
+            inner,
+            *layer.kv_scales,
             geometry.qk_norm_eps,
             HEADS=geometry.num_heads,
             KV_HEADS=geometry.num_kv_heads,
@@ -231,6 +277,10 @@ class TritonPagedAttention:
             WINDOW=geometry.window or 0,
             QK_NORM=geometry.qk_norm_eps is not None,
             BY_TOKEN=step.by_token,
+            SOFTCAP=geometry.softcap is not None,
+            SINKS=layer.sinks is not None,
+            FP8=layer.fp8,
+            ASM=not launch.INTERPRETED,
             ROWS_AT_ONCE=max(1, at_once),
             SPLITS_AT_ONCE=SPLITS_AT_ONCE,
             PDL=pdl,

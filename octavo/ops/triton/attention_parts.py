@@ -53,3 +53,57 @@ def softmax_step(scores, scale, highest, total):
     weights = tl.exp2(scores * scale - new[:, None])
     shrink = tl.exp2(highest - new)
     return weights, shrink, new, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def capped(scores, inner):
+    """tanh(scores * inner / (2 log2 e)), accurate to FP32's epsilon near 1."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(scores * inner))
+
+
+@triton.jit
+def share_of(highest, total, sink_ptr, heads, live, SINKS: tl.constexpr):
+    """What weighted values are multiplied by once all keys are in. SINKS: every head has one more
+    score, of nothing."""
+    if SINKS:
+        sink = tl.load(sink_ptr + heads, mask=live, other=0.0).to(tl.float32)
+        sink *= 1.4426950408889634
+        new = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - new)
+        share = shrink / (total * shrink + tl.exp2(sink - new))
+    else:
+        share = 1.0 / tl.maximum(total, 1e-30)
+    return share
+
+
+@triton.jit
+def fp8_pairs(pairs, ASM: tl.constexpr):
+    """int16, two neighbouring E4M3 numbers each: FP16 tensors of the first and of the second ones,
+    2^-8 of their values. Bits are only moved: sign, exponent and mantissa go where FP16 has them,
+    whose exponent counts from 15, not 7. (An 8-bit tensor would be read from shared memory byte by
+    byte to become a matrix operand.)"""
+    if ASM:
+        first, second = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            shl.b32 $0, $2, 8;
+            shl.b32 low, $2, 7;
+            and.b32 low, low, 0x3f803f80;
+            lop3.b32 $0, $0, 0x80008000, low, 0xea;
+            shr.u32 high, $2, 1;
+            and.b32 high, high, 0x3f803f80;
+            lop3.b32 $1, $2, 0x80008000, high, 0xea;
+            }""",
+            "=&r,=&r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        bits = pairs.to(tl.uint16, bitcast=True)
+        first = (((bits << 8) & 0x8000) | ((bits << 7) & 0x3F80)).to(tl.uint16)
+        second = ((bits & 0x8000) | ((bits >> 1) & 0x3F80)).to(tl.uint16)
+        first = first.to(tl.float16, bitcast=True)
+        second = second.to(tl.float16, bitcast=True)
+    return first, second

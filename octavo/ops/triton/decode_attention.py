@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.triton.attention_parts import LOWEST, key_rows, softmax_step, visible
+from octavo.ops.triton.attention_parts import (
+    LOWEST,
+    capped,
+    fp8_pairs,
+    key_rows,
+    share_of,
+    softmax_step,
+    visible,
+)
 
 
 @triton.jit
@@ -42,9 +50,10 @@ def _per_column(x, DIM_PAD: tl.constexpr):
 
 @triton.jit
 def _merge_rows(
-    partial_ptr, state_ptr, out_ptr, count, first_row,
+    partial_ptr, state_ptr, sink_ptr, out_ptr, count, first_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LIVE: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = ROWS_AT_ONCE * DIM_PAD
     columns = tl.arange(0, COLUMNS)
@@ -73,39 +82,43 @@ def _merge_rows(
             weights[:, :, None], (SPLITS_AT_ONCE, ROWS_AT_ONCE, DIM_PAD)
         ).reshape(SPLITS_AT_ONCE, COLUMNS)
         merged = merged * _per_column(shrink, DIM_PAD) + tl.sum(part * spread, 0)
-    merged = merged * _per_column(1.0 / tl.maximum(total, 1e-30), DIM_PAD)
+    share = share_of(highest, total, sink_ptr, rows % GROUP, rows < LIVE, SINKS)
+    merged = merged * _per_column(share, DIM_PAD)
     to = out_ptr + ((row // GROUP) * HEADS + row % GROUP) * DIM + d
     tl.store(to, merged.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
 def _merge(
-    partial_ptr, state_ptr, out_ptr, count,
+    partial_ptr, state_ptr, sink_ptr, out_ptr, count,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LIVE: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up ``count`` splits of LIVE query rows and writes their output, out_ptr being that of
-    the first. A column's splits all lie with one thread, so that summing needs no exchange between
-    warps and has one order."""
+    """Adds up ``count`` splits of LIVE query rows and writes their output; out_ptr and sink_ptr are
+    those of the first. A column's splits all lie with one thread, so that summing needs no exchange
+    between warps and has one order."""
     if LIVE <= 4 * ROWS_AT_ONCE:
         for first in tl.static_range(0, LIVE, ROWS_AT_ONCE):
             _merge_rows(
-                partial_ptr, state_ptr, out_ptr, count, first,
-                HEADS, GROUP, LIVE, DIM, DIM_PAD, ROWS_AT_ONCE, SPLITS_AT_ONCE,
+                partial_ptr, state_ptr, sink_ptr, out_ptr, count, first,
+                HEADS, GROUP, LIVE, DIM, DIM_PAD, ROWS_AT_ONCE, SPLITS_AT_ONCE, SINKS,
             )  # fmt: skip
     else:
         for first in range(0, LIVE, ROWS_AT_ONCE):
             _merge_rows(
-                partial_ptr, state_ptr, out_ptr, count, first,
-                HEADS, GROUP, LIVE, DIM, DIM_PAD, ROWS_AT_ONCE, SPLITS_AT_ONCE,
+                partial_ptr, state_ptr, sink_ptr, out_ptr, count, first,
+                HEADS, GROUP, LIVE, DIM, DIM_PAD, ROWS_AT_ONCE, SPLITS_AT_ONCE, SINKS,
             )  # fmt: skip
 
 
 @triton.jit
 def _attend_own(
-    qkv_ptr, cache_ptr, weight_ptr, rotation_ptr, row, head, slot, writes, keep, scale, eps,
+    qkv_ptr, cache_ptr, weight_ptr, rotation_ptr, row, head, slot, writes, keep,
+    scale, inner, k_scale, v_scale, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QK_NORM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QK_NORM: tl.constexpr, SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """Query heads of a new token, [ROWS, DIM_PAD]; in the split that ``writes``, also puts its key
     and value into the cache and starts the softmax with them (maximum, sum, weighted values)."""
@@ -118,20 +131,68 @@ def _attend_own(
     heads = head * GROUP + tl.arange(0, ROWS)[:, None]
     token = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
     query = _load_head(token, weight_ptr, heads, cos, sin, keep, eps, DIM, DIM_PAD, QK_NORM)
-    query = query.to(qkv_ptr.dtype.element_ty)
+    query = query.to(tl.float16 if FP8 else qkv_ptr.dtype.element_ty)
     one = HEADS + head + tl.zeros((1, 1), tl.int32)
     key = _load_head(token, weight_ptr, one, cos, sin, real, eps, DIM, DIM_PAD, QK_NORM)
-    key = key.to(cache_ptr.dtype.element_ty)
     value = tl.load(token + (one + KV_HEADS) * DIM + d, mask=real, other=0.0)
+    if FP8:
+        key = key / k_scale
+        value = value.to(tl.float32) / v_scale
+    key = key.to(cache_ptr.dtype.element_ty)
+    value = value.to(cache_ptr.dtype.element_ty)
     place = (slot // BLOCK_SIZE * KV_HEADS + head) * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE
     stored = real & writes & (slot >= 0)
     tl.store(cache_ptr + place * DIM + d, key, mask=stored)
     tl.store(cache_ptr + (place + BLOCK_SIZE) * DIM + d, value, mask=stored)
-    score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+    score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
+    if SOFTCAP:
+        score = capped(score, inner)
     share = tl.where(writes, 1.0, 0.0)
-    highest = tl.where(writes, score, LOWEST)
+    highest = tl.where(writes, score * scale, LOWEST)
     acc = tl.zeros((ROWS, DIM_PAD), tl.float32) + value.to(tl.float32) * share
     return query, highest, tl.zeros((ROWS,), tl.float32) + share, acc
+
+
+@triton.jit
+def _attend_cached(
+    query, cache_ptr, pairs_ptr, table_ptr, start, end, last, head, positions, scale, inner,
+    highest, total, acc,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Keys start .. end - 1 (``start`` a multiple of TILE; ``last`` is the context's last in the
+    cache) added to the softmax."""
+    d = tl.arange(0, DIM_PAD)[None, :]
+    pair = tl.arange(0, DIM_PAD // 2)[None, :]
+    if FP8:
+        even, odd = tl.split(tl.reshape(acc * 0.00390625, (ROWS, DIM_PAD // 2, 2)))
+    for first in tl.range(start, end, TILE, num_stages=STAGES):
+        keys = first + tl.arange(0, TILE)
+        lines = key_rows(table_ptr, first, last, head, KV_HEADS, BLOCK_SIZE, TILE)[:, None]
+        key = tl.load(cache_ptr + lines * DIM + d, mask=d < DIM, other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(key))
+        if SOFTCAP:
+            scores = capped(scores, inner)
+        inside = keys <= last
+        seen = inside[None, :] & visible(keys[None, :], positions[:, None], WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        weights, shrink, highest, total = softmax_step(scores, scale, highest, total)
+        weights = weights.to(query.dtype)
+        # What lies beyond the context may be another request's, and not finite.
+        if FP8:
+            value = pairs_ptr + (lines + BLOCK_SIZE) * (DIM // 2) + pair
+            value = tl.load(value, mask=inside[:, None] & (pair < DIM // 2), other=0)
+            left, right = fp8_pairs(value, ASM)
+            even = tl.dot(weights, left, even * shrink[:, None])
+            odd = tl.dot(weights, right, odd * shrink[:, None])
+        else:
+            value = cache_ptr + (lines + BLOCK_SIZE) * DIM + d
+            value = tl.load(value, mask=inside[:, None] & (d < DIM), other=0.0)
+            acc = tl.dot(weights, value, acc * shrink[:, None])
+    if FP8:
+        acc = tl.reshape(tl.join(even, odd), (ROWS, DIM_PAD)) * 256.0
+    return highest, total, acc
 
 
 @triton.jit(
@@ -139,11 +200,13 @@ def _attend_own(
     do_not_specialize_on_alignment=["slot_ptr", "length_ptr", "table_ptr"],
 )
 def decode_attention_kernel(
-    qkv_ptr, cache_ptr, out_ptr, slot_ptr, length_ptr, table_ptr, rotation_ptr, weight_ptr,
-    partial_ptr, state_ptr, arrived_ptr, table_stride, min_tiles, scale, eps,
+    qkv_ptr, cache_ptr, pairs_ptr, out_ptr, slot_ptr, length_ptr, table_ptr, rotation_ptr,
+    weight_ptr, sink_ptr, partial_ptr, state_ptr, arrived_ptr, table_stride, min_tiles,
+    scale, inner, k_scale, v_scale, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, QK_NORM: tl.constexpr, BY_TOKEN: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (most splits, kv heads, batch rows). A batch row brings QUERIES tokens, the first ones
@@ -157,7 +220,9 @@ def decode_attention_kernel(
     rotation: FP32 [positions, or T if BY_TOKEN; DIM], cos, then sin. weight: [HEADS + KV_HEADS,
     DIM]. partial: FP32 [batch rows, KV_HEADS, splits, group * QUERIES, DIM_PAD]; state: FP32 [batch
     rows, KV_HEADS, splits, 2, group * QUERIES]; arrived: int32 [batch rows, KV_HEADS], zeros
-    before and after. A split takes min_tiles tiles at least. scale: to scores in units of log 2.
+    before and after. A split takes min_tiles tiles at least. scale: to scores in units of log 2;
+    with SOFTCAP of ``capped(scores, inner)``. sink: [HEADS] if SINKS. FP8: the cache is E4M3, times
+    k_scale (in scale or inner already) and v_scale; pairs_ptr is the same memory as int16.
     """
     if PDL == 1:
         gdc_launch_dependents()
@@ -189,39 +254,36 @@ def decode_attention_kernel(
         query, highest, total, acc = _attend_own(
             qkv_ptr, cache_ptr, weight_ptr,
             rotation_ptr + (row if BY_TOKEN else length - 1) * DIM,
-            row, head, tl.load(slot_ptr + row), split == count - 1, keep, scale, eps,
-            HEADS, KV_HEADS, DIM, DIM_PAD, ROWS, BLOCK_SIZE, QK_NORM,
+            row, head, tl.load(slot_ptr + row), split == count - 1, keep,
+            scale, inner, k_scale, v_scale, eps,
+            HEADS, KV_HEADS, DIM, DIM_PAD, ROWS, BLOCK_SIZE, QK_NORM, SOFTCAP, FP8,
         )  # fmt: skip
     else:
         token = row.to(tl.int64) * QUERIES + (i // GROUP)[:, None]
         query_head = (head * GROUP + i % GROUP)[:, None]
         query = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + query_head) * DIM + d
         query = tl.load(query, mask=keep, other=0.0)
+        query = query.to(tl.float16 if FP8 else qkv_ptr.dtype.element_ty)
         highest = tl.full((ROWS,), LOWEST, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
     start = (low + split * each) * TILE
-    table = table_ptr + row * table_stride
-    end = tl.minimum(start + each * TILE, last + 1)
-    for first in tl.range(start, end, TILE, num_stages=STAGES):
-        keys = first + tl.arange(0, TILE)
-        lines = key_rows(table, first, last, head, KV_HEADS, BLOCK_SIZE, TILE)[:, None]
-        key = tl.load(cache_ptr + lines * DIM + d, mask=d < DIM, other=0.0)
-        scores = tl.dot(query, tl.trans(key))
-        seen = (keys <= last)[None, :] & visible(
-            keys[None, :], (length - QUERIES + i // GROUP)[:, None], WINDOW
-        )
-        scores = tl.where(seen, scores, float("-inf"))
-        weights, shrink, highest, total = softmax_step(scores, scale, highest, total)
-        # What lies beyond the context may be another request's, and not finite.
-        there = (keys <= last)[:, None] & (d < DIM)
-        value = tl.load(cache_ptr + (lines + BLOCK_SIZE) * DIM + d, mask=there, other=0.0)
-        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None])
+    highest, total, acc = _attend_cached(
+        query, cache_ptr, pairs_ptr, table_ptr + row * table_stride,
+        start, tl.minimum(start + each * TILE, last + 1), last, head,
+        length - QUERIES + i // GROUP, scale, inner, highest, total, acc,
+        KV_HEADS, DIM, DIM_PAD, ROWS, BLOCK_SIZE, TILE, STAGES, WINDOW, SOFTCAP, FP8, ASM,
+    )  # fmt: skip
+    if FP8:
+        acc *= v_scale
     if PDL == 2:
         gdc_launch_dependents()
 
+    if SINKS:
+        sink_ptr += head * GROUP
     if count == 1:
-        tl.store(out_ptr + to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+        acc *= share_of(highest, total, sink_ptr, i % GROUP, i < LIVE, SINKS)[:, None]
+        tl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=keep)
         return
     pair = row * KV_HEADS + head
     first_part = pair * tl.num_programs(0)
@@ -233,6 +295,7 @@ def decode_attention_kernel(
     if tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel", scope="gpu") == count - 1:
         _merge(
             partial_ptr + first_part * (LIVE * DIM_PAD), state_ptr + first_part * (2 * LIVE),
-            out_ptr, count, HEADS, GROUP, LIVE, DIM, DIM_PAD, ROWS_AT_ONCE, SPLITS_AT_ONCE,
+            sink_ptr, out_ptr, count,
+            HEADS, GROUP, LIVE, DIM, DIM_PAD, ROWS_AT_ONCE, SPLITS_AT_ONCE, SINKS,
         )  # fmt: skip
         tl.store(arrived_ptr + pair, 0)

@@ -10,7 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.triton.attention_parts import LOWEST, key_rows, softmax_step, visible
+from octavo.ops.triton.attention_parts import (
+    LOWEST,
+    capped,
+    key_rows,
+    share_of,
+    softmax_step,
+    visible,
+)
 
 
 @triton.jit
@@ -30,14 +37,16 @@ def _find_row(start_ptr, tile, first_row, rows, TOKENS: tl.constexpr, AT_ONCE: t
 
 @triton.jit
 def _attend(
-    query, cache_ptr, cache_rows, table, start, end, head, positions, last, d, scale,
+    query, cache_ptr, cache_rows, table, start, end, head, positions, last, d, scale, inner,
     highest, total, acc,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Keys start .. end - 1 (``start`` a multiple of TILE). MASKED: some tokens do not see some of
     them, or the context ends within them. TMA: through cache_rows, the cache as rows of d numbers;
-    only whole tiles, which lie in one block."""
+    only whole tiles, which lie in one block. What lies beyond the context may be another request's,
+    and not finite: it is read as 0."""
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         if TMA:
             block = tl.load(table + first // BLOCK_SIZE)
@@ -46,24 +55,25 @@ def _attend(
         else:
             lines = key_rows(table, first, last, head, KV_HEADS, BLOCK_SIZE, TILE)[:, None]
             key = tl.load(cache_ptr + lines * DIM + d, mask=d < DIM, other=0.0)
-        scores = tl.dot(query, tl.trans(key))
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)))
+        if SOFTCAP:
+            scores = capped(scores, inner)
         keys = first + tl.arange(0, TILE)
         if MASKED:
             seen = visible(keys[None, :], positions[:, None], WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         weights, shrink, highest, total = softmax_step(scores, scale, highest, total)
         acc = acc * shrink[:, None]
+        there = d < DIM
+        if MASKED:
+            there = there & (keys <= last)[:, None]
         if TMA:
-            value = cache_rows.load([line + BLOCK_SIZE, 0])
+            value = cache_rows.load([line + BLOCK_SIZE, 0]).to(query.dtype)
             if MASKED:
-                value = tl.where((keys <= last)[:, None], value, 0.0)
-        elif MASKED:
-            # What lies beyond the context may be another request's, and not finite.
-            there = (keys <= last)[:, None] & (d < DIM)
-            value = tl.load(cache_ptr + (lines + BLOCK_SIZE) * DIM + d, mask=there, other=0.0)
+                value = tl.where(there, value, 0.0)
         else:
             value = cache_ptr + (lines + BLOCK_SIZE) * DIM + d
-            value = tl.load(value, mask=d < DIM, other=0.0)
+            value = tl.load(value, mask=there, other=0.0).to(query.dtype)
         acc = tl.dot(weights.to(query.dtype), value, acc)
     return highest, total, acc
 
@@ -73,11 +83,12 @@ def _attend(
     do_not_specialize_on_alignment=["start_ptr", "length_ptr", "table_ptr"],
 )
 def prefill_attention_kernel(
-    qkv_ptr, cache_ptr, cache_rows, out_ptr, start_ptr, length_ptr, table_ptr,
-    first_row, rows, table_stride, scale,
+    qkv_ptr, cache_ptr, cache_rows, out_ptr, start_ptr, length_ptr, table_ptr, sink_ptr,
+    first_row, rows, table_stride, scale, inner, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, TMA: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens // (ROWS // group) + rows, kv heads) for batch rows first_row .. first_row +
     rows - 1; queries, keys and values are final (rope_cache_kernel).
@@ -85,7 +96,8 @@ def prefill_attention_kernel(
     qkv: [T, (HEADS + 2 KV_HEADS) * DIM]. cache_rows: descriptor of the cache as rows of DIM numbers
     with blocks [TILE, DIM], if TMA. out: [T, HEADS * DIM]. start: int32 [batch rows + 1], length:
     int32 [batch rows], 0 for padding. table: int32 [batch rows, table_stride]. scale: to scores in
-    units of log 2.
+    units of log 2; with SOFTCAP of ``capped(scores, inner)``. sink: [HEADS] if SINKS. FP8: the
+    cache is E4M3, times k_scale (in scale or inner already) and v_scale.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -106,6 +118,7 @@ def prefill_attention_kernel(
     batch_token = (row_start + token).to(tl.int64)[:, None]
     query = qkv_ptr + (batch_token * (HEADS + 2 * KV_HEADS) + query_head) * DIM + d
     query = tl.load(query, mask=keep, other=0.0)
+    query = query.to(tl.float16 if FP8 else qkv_ptr.dtype.element_ty)
     positions = length - count + token
     first = length - count + part * TOKENS  # position of the first token, and of the last
     last = tl.minimum(first + TOKENS, length) - 1
@@ -120,17 +133,23 @@ def prefill_attention_kernel(
         inside = tl.minimum(inside, full)
         highest, total, acc = _attend(
             query, cache_ptr, cache_rows, table, low, inside, head, positions, last, d, scale,
-            highest, total, acc, KV_HEADS, DIM, BLOCK_SIZE, TILE, 1, WINDOW, True, TMA,
+            inner, highest, total, acc,
+            KV_HEADS, DIM, BLOCK_SIZE, TILE, 1, WINDOW, True, SOFTCAP, TMA,
         )  # fmt: skip
         low = inside
     highest, total, acc = _attend(
-        query, cache_ptr, cache_rows, table, low, full, head, positions, last, d, scale,
-        highest, total, acc, KV_HEADS, DIM, BLOCK_SIZE, TILE, STAGES, WINDOW, False, TMA,
+        query, cache_ptr, cache_rows, table, low, full, head, positions, last, d, scale, inner,
+        highest, total, acc,
+        KV_HEADS, DIM, BLOCK_SIZE, TILE, STAGES, WINDOW, False, SOFTCAP, TMA,
     )  # fmt: skip
     highest, total, acc = _attend(
-        query, cache_ptr, cache_rows, table, full, last + 1, head, positions, last, d, scale,
-        highest, total, acc, KV_HEADS, DIM, BLOCK_SIZE, TILE, 1, WINDOW, True, TMA,
+        query, cache_ptr, cache_rows, table, full, last + 1, head, positions, last, d, scale, inner,
+        highest, total, acc,
+        KV_HEADS, DIM, BLOCK_SIZE, TILE, 1, WINDOW, True, SOFTCAP, TMA,
     )  # fmt: skip
     to = out_ptr + (batch_token * HEADS + query_head) * DIM + d
-    acc = acc / tl.maximum(total, 1e-30)[:, None]
+    heads = head * GROUP + i % GROUP
+    acc *= share_of(highest, total, sink_ptr, heads, i < TOKENS * GROUP, SINKS)[:, None]
+    if FP8:
+        acc *= v_scale
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=keep)

@@ -30,16 +30,18 @@ def _halves(
     do_not_specialize_on_alignment=["slot_ptr", "position_ptr"],
 )
 def rope_cache_kernel(
-    qkv_ptr, cache_ptr, out_ptr, slot_ptr, position_ptr, rotation_ptr, weight_ptr, first_token, eps,
+    qkv_ptr, cache_ptr, out_ptr, slot_ptr, position_ptr, rotation_ptr, weight_ptr, first_token,
+    k_scale, v_scale, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QK_NORM: tl.constexpr, BY_TOKEN: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Program i: all heads of token first_token + i, some at a time; queries in place.
 
     qkv: [T, (HEADS + 2 KV_HEADS) * DIM]. slot: int64 [T], -1 for padding, whose output is 0 and
     which is not touched otherwise. position: int64 [T]. rotation: FP32 [positions, or T if
-    BY_TOKEN; DIM], cos, then sin. weight: [HEADS + KV_HEADS, DIM]. out: [T, HEADS * DIM].
+    BY_TOKEN; DIM], cos, then sin. weight: [HEADS + KV_HEADS, DIM]. out: [T, HEADS * DIM]. FP8: the
+    cache is E4M3, times k_scale and v_scale.
     """
     t = first_token + tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + t)
@@ -76,6 +78,9 @@ def rope_cache_kernel(
         x, y = _halves(
             token, weight_ptr, HEADS + heads, live, cos, sin, eps, DIM, HALF_PAD, QK_NORM
         )
+        if FP8:
+            x = x / k_scale
+            y = y / k_scale
         to = place + heads[:, None] * (2 * BLOCK_SIZE * DIM) + d
         tl.store(to, x.to(cache_ptr.dtype.element_ty), mask=keep)
         tl.store(to + DIM // 2, y.to(cache_ptr.dtype.element_ty), mask=keep)
@@ -83,5 +88,8 @@ def rope_cache_kernel(
         to += BLOCK_SIZE * DIM
         x = tl.load(value, mask=keep, other=0.0)
         y = tl.load(value + DIM // 2, mask=keep, other=0.0)
+        if FP8:
+            x = x.to(tl.float32) / v_scale
+            y = y.to(tl.float32) / v_scale
         tl.store(to, x.to(cache_ptr.dtype.element_ty), mask=keep)
         tl.store(to + DIM // 2, y.to(cache_ptr.dtype.element_ty), mask=keep)
