@@ -112,10 +112,10 @@ def test_mixed_batch_with_padding(block_size):
     check(geometry, case([33, 127, 0, 140, 5], [1, 1, 3, 18, 2], block_size, 2, 3, 4))
 
 
-@pytest.mark.parametrize("window", (1, 17, 64, 150))
+@pytest.mark.parametrize("window", (1, 64, 150))
 def test_window(window):
     geometry = AttentionGeometry(4, 2, 64, window=window)
-    check(geometry, case([300, 20, 10, 210, 0], [1, 1, 1, 40, 70], 16))
+    check(geometry, case([300, 20, 10, 210, 0], [1, 1, 1, 20, 70], 16))
 
 
 @pytest.mark.parametrize("heads", ((6, 2, 80), (4, 1, 128)))
@@ -131,12 +131,11 @@ def test_copy_engine_reads_the_same(monkeypatch, window, tma):
         return PrefillConfig(64, 64, 4, 3, tma)
 
     monkeypatch.setattr(module, "prefill_config", chosen)
-    geometry = AttentionGeometry(4, 2, 64, window=window)
-    check(geometry, case([190, 64, 0], [40, 2, 70], 64))
+    geometry = AttentionGeometry(4, 1, 64, window=window)
+    check(geometry, case([190, 64], [40, 2], 64))
 
 
-@pytest.mark.parametrize("tma", (False, True))
-@pytest.mark.parametrize("dtype", (FP16, BF16))
+@pytest.mark.parametrize(("dtype", "tma"), ((FP16, False), (BF16, True)))
 def test_fp8_cache(monkeypatch, dtype, tma):
     config = PrefillConfig(64, 64, 4, 3, tma)
     monkeypatch.setattr(module, "prefill_config", lambda *shape: config)
@@ -153,7 +152,7 @@ def test_fp8_cache_of_heads_of_80():
 @pytest.mark.parametrize("window", (None, 40))
 def test_softcap_and_sinks(window):
     geometry = AttentionGeometry(6, 2, 64, window=window, softcap=2.0)
-    batch = case([300, 0, 130, 70], [1, 1, 1, 9], 16, 1)
+    batch = case([200, 0, 70], [1, 1, 9], 16, 1)
     check(geometry, batch, sinks=torch.tensor([-3.0, 0.0, 1.0, 20.0, 4.0, -30.0]))
     check(geometry, batch, cache_dtype=FP8, kv_scales=(0.5, 0.02))
 

@@ -51,3 +51,19 @@ def test_the_sampler_compiles_for_hopper(tmp_path):
         assert row["stack"] <= (160 if row["name"] == "settle" else 0), row
         assert row["shared"] <= SHARED_MEMORY and row["waits"] == row["pdl"], row
         assert row["wide_loads"] > 0 or row["vocab"] % 16, row
+
+
+@pytest.mark.slow
+def test_attention_compiles_for_hopper(tmp_path):
+    rows = compiled("tests.ops.compile_attention", tmp_path)
+    assert {row["name"] for row in rows} == {
+        *("decode_attention_kernel", "prefill_attention_kernel", "rope_cache_kernel"),
+    }
+    for row in rows:
+        # Four warps and some spilled registers were faster than eight warps without.
+        spills = row["name"] == "prefill_attention_kernel" and row["rows"] == 128
+        assert row["stack"] <= (320 if spills else 16), row
+        assert row["shared"] <= SHARED_MEMORY and row["waits"] == row["pdl"], row
+        assert row["wide_loads"] > 0 or row["name"] == "rope_cache_kernel", row
+        assert (row["bulk_loads"] > 0) == row["tma"], row
+        assert row["wgmma"] > 0 or row["name"] != "prefill_attention_kernel", row

@@ -179,8 +179,7 @@ class TritonPagedAttention:
         """Rows after the decode rows, once rope_cache is done with their tokens."""
         batch, first = step.batch, step.batch.decode_rows
         rows, tokens = len(batch.seq_lens) - first, len(qkv) - first
-        hopper = qkv.is_cuda and launch.has_pdl()
-        config = prefill_config(self.geometry, rows, tokens, batch.block_size, hopper)
+        config = prefill_config(self.geometry, rows, tokens, batch.block_size, launch.has_pdl())
         self.prefill(qkv, layer, out, step, config)
 
     def prefill(
