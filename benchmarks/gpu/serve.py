@@ -88,10 +88,19 @@ def start(shape: str) -> Server:
     server = launch(directory, *flags_of(shape))
     try:
         server.wait_ready(READY_TIMEOUT)
+        settle(server)
     except BaseException:
         server.kill()
         raise
     return server
+
+
+def settle(server: Server) -> None:
+    """Waits until the idle engine has captured all its graphs."""
+    deadline = time.monotonic() + READY_TIMEOUT
+    while server.metrics().get("octavo_graphs_pending", 0):
+        assert time.monotonic() < deadline, "graphs are still pending"
+        time.sleep(0.1)
 
 
 def bench_command(url: str, work: list[Work], streams: int, directory: Path) -> list[str]:
@@ -223,7 +232,9 @@ def main() -> None:
     parser.add_argument("--save-as", default="gpu_serve", help="name of the file in results/")
     options = parser.parse_args()
     results: dict[str, Any] = {"model": options.model, "gpus": gpus()}
+    began = time.monotonic()
     server = start(options.model)
+    results["start_seconds"] = time.monotonic() - began  # to the last graph
     try:
         if "rate" in options.only:
             results["rate"] = measure_rate(server, options.model, options.repetitions)
