@@ -15,7 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 
-_DEFINITIONS = ("octavo.ops.norm", "octavo.ops.linear", "octavo.ops.attention")
+_DEFINITIONS = (
+    "octavo.ops.norm",
+    "octavo.ops.linear",
+    "octavo.ops.attention",
+    "octavo.ops.mla",
+)
 # Imported where the device is used: importing Triton takes a third of a second.
 _BY_DEVICE: dict[str, tuple[str, ...]] = {
     "cpu": ("octavo.ops.cpu.norm", "octavo.ops.cpu.linear", "octavo.ops.cpu.attention"),
@@ -26,6 +31,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.triton.blocks",
         "octavo.ops.triton.attention",
         "octavo.ops.fa3",
+        "octavo.ops.triton.latent_attention",
     ),
 }
 F = TypeVar("F", bound=Callable[..., Any])

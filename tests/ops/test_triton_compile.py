@@ -67,3 +67,17 @@ def test_attention_compiles_for_hopper(tmp_path):
         assert row["wide_loads"] > 0 or row["name"] == "rope_cache_kernel", row
         assert (row["bulk_loads"] > 0) == row["tma"], row
         assert row["wgmma"] > 0 or row["name"] != "prefill_attention_kernel", row
+
+
+@pytest.mark.slow
+def test_latent_attention_compiles_for_hopper(tmp_path):
+    rows = compiled("tests.ops.compile_latent", tmp_path)
+    assert {row["name"] for row in rows} == {
+        *("latent_cache_kernel", "latent_attention_kernel", "latent_merge_kernel"),
+    }
+    for row in rows:
+        assert row["stack"] == 0 and row["shared"] <= SHARED_MEMORY, row
+        if row["name"] == "latent_attention_kernel":
+            # Keys arrive 16 bytes at a time; whole warp groups multiply tiles of 64 lines.
+            assert row["wide_copies"] > 0, row
+            assert (row["wgmma"] > 0) == (row["fixed"]["ROWS"] == 64), row
