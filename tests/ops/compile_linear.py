@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
 
 import torch
 
 from octavo.ops.triton import blocks, embedding, linear, norm
 from octavo.ops.triton.plans import BUCKETS, Shape, shipped_table
-from tests.fixtures.triton_aot import compile_launch, recorded
+from tests.fixtures.triton_aot import described, recorded
 
 CHOICE = [  # odd n, k of half tiles, every epilogue
     Shape(963, 584, "none"),
@@ -49,20 +48,7 @@ def main(everything: bool) -> None:
             linear.silu_mul(meta(rows, 2 * size))
         blocks.copy_blocks([meta(9, 8, 2, 64, 128)], meta(4, 2, dtype=torch.int64))
     for launch in launches:
-        compiled = compile_launch(launch)
-        fixed = {
-            parameter.name: launch.arguments[parameter.name]
-            for parameter in launch.kernel.params
-            if parameter.is_constexpr
-        }
-        row = asdict(replace(compiled, ptx="")) | {
-            "wgmma": compiled.ptx.count("wgmma.mma_async"),
-            "wide_loads": compiled.ptx.count("ld.global.v4") + compiled.ptx.count("cp.async.cg"),
-            "waits": compiled.ptx.count("griddepcontrol.wait"),
-            "pdl": launch.options.get("launch_pdl", False),
-            "fixed": fixed,
-        }
-        print(json.dumps(row), flush=True)
+        print(json.dumps(described(launch)), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ Hopper, prints JSON."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
 
 import torch
 
 from octavo.ops.triton import edits, sampling
 from octavo.worker.device_tables import DeviceTables
-from tests.fixtures.triton_aot import compile_launch, recorded
+from tests.fixtures.triton_aot import described, recorded
 
 
 def main() -> None:
@@ -26,13 +25,7 @@ def main() -> None:
             sampling.draw(*columns, slots, *parameters, scratch)
             edits.edit(*columns, tables.params_i, tables.edits, tables.history)
     for launch in launches:
-        compiled = compile_launch(launch)
-        row = asdict(replace(compiled, ptx="")) | {
-            "wide_loads": compiled.ptx.count("ld.global.v4") + compiled.ptx.count("cp.async.cg"),
-            "waits": compiled.ptx.count("griddepcontrol.wait"),
-            "pdl": launch.options.get("launch_pdl", False),
-            "vocab": launch.arguments["vocab"],
-        }
+        row = described(launch) | {"vocab": launch.arguments["vocab"]}
         print(json.dumps(row), flush=True)
 
 
