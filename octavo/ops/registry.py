@@ -20,6 +20,7 @@ _DEFINITIONS = (
     "octavo.ops.linear",
     "octavo.ops.attention",
     "octavo.ops.mla",
+    "octavo.ops.moe",
 )
 # Imported where the device is used: importing Triton takes a third of a second.
 _BY_DEVICE: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,8 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.triton.attention",
         "octavo.ops.fa3",
         "octavo.ops.triton.latent_attention",
+        "octavo.ops.triton.moe_route",
+        "octavo.ops.triton.moe",
     ),
 }
 F = TypeVar("F", bound=Callable[..., Any])

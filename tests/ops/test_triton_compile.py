@@ -81,3 +81,18 @@ def test_latent_attention_compiles_for_hopper(tmp_path):
             # Keys arrive 16 bytes at a time; whole warp groups multiply tiles of 64 lines.
             assert row["wide_copies"] > 0, row
             assert (row["wgmma"] > 0) == (row["fixed"]["ROWS"] == 64), row
+
+
+@pytest.mark.slow
+def test_experts_and_their_routing_compile_for_hopper_without_spills(tmp_path):
+    rows = compiled("tests.ops.compile_moe", tmp_path)
+    products = {"pair_up_kernel", "pair_down_kernel", "grouped_kernel"}
+    others = {"route_kernel", "count_kernel", "place_kernel", "sum_kernel"}
+    assert {row["name"] for row in rows} == products | others
+    for row in rows:
+        assert row["stack"] == 0 and row["shared"] <= SHARED_MEMORY, row
+        assert row["waits"] == row["pdl"], row
+        if row["name"] in products:
+            assert row["wide_loads"] > 0, row
+        if row["name"] == "grouped_kernel":
+            assert row["wgmma"] > 0, row

@@ -1,0 +1,155 @@
+"""Mixture of experts: which experts a token goes to, and the experts themselves.
+
+The experts are made once from their weights and called many times, as linears are:
+``version.call(gate_up, down, activation, ...)`` gives ``apply(x, ids, weights, other=None)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.ops.linear import silu_mul
+from octavo.ops.registry import register
+
+Activation = Literal["silu_mul", "swiglu_clamped"]
+ApplyExperts = Callable[..., Tensor]
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How ``top_k`` experts are chosen from a token's logits, and weighed.
+
+    ``score``: softmax over all experts, or each logit's sigmoid. ``renormalize``: the chosen ones'
+    scores are divided by their sum. ``scale``: multiplies the weights.
+    ``groups``, ``groups_kept``: the experts lie in so many groups of equal size, of which the best
+    are kept and the others' experts are never chosen; ``group_score``: a group is worth its largest
+    score, or the sum of its two largest (DeepSeek-V2, https://arxiv.org/abs/2405.04434, and V3,
+    https://arxiv.org/abs/2412.19437). Raises ValueError where there are too few groups or experts.
+    """
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+    group_score: Literal["max", "top2"] = "max"
+
+    def __post_init__(self) -> None:
+        if self.num_experts % self.groups:
+            raise ValueError(f"{self.num_experts} experts do not divide into {self.groups} groups")
+        if not 1 <= self.groups_kept <= self.groups:
+            raise ValueError(f"{self.groups_kept} groups kept, of {self.groups}")
+        size = self.num_experts // self.groups
+        if not 1 <= self.top_k <= size * self.groups_kept:
+            raise ValueError(
+                f"{self.top_k} experts a token, of {self.groups_kept} groups of {size} experts"
+            )
+        if self.group_score == "top2" and size < 2:
+            raise ValueError("a group of one expert has no two scores: use group_score max")
+
+
+@register("moe_route", "torch")
+def route(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """logits: [T, E]. Expert ids, int32 [T, k], best first, and their weights, FP32 [T, k].
+
+    correction: [E], added to the scores for the choice alone, not for the weights. Of equal scores
+    the lower id is chosen. slots: int64 [T]; tokens with a negative one are padding: their ids are
+    -1 and their weights 0. Scores are FP32, or FP64 for logits in FP64.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    choice = scores if correction is None else scores + correction.to(scores.dtype)
+    if routing.groups > 1:
+        grouped = choice.unflatten(-1, (routing.groups, -1))
+        worth = grouped.topk(2 if routing.group_score == "top2" else 1).values.sum(-1)
+        kept = _best(worth, routing.groups_kept)
+        dropped = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, kept, False)
+        choice = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
+    ids = _best(choice, routing.top_k)
+    weights = scores.gather(-1, ids)
+    if routing.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    weights, ids = (weights * routing.scale).float(), ids.int()
+    if slots is not None:
+        padding = slots[:, None] < 0
+        weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
+    return ids, weights
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Places of the largest, best first; of equals the first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+@register("moe_experts", "torch")
+def experts(
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation = "silu_mul",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> ApplyExperts:
+    """y = sum over k of weight_k * down_k(activation(gate_k(x), up_k(x))), then + other.
+
+    gate_up: [E, 2m, h], each expert's gate projection, then its up projection; down: [E, h, m];
+    their biases: [E, 2m] and [E, h]. x: [T, h]; ids: int32 [T, k], -1 for none; weights: FP32
+    [T, k]; other: [T, h], which a version may write its result over. y: [T, h], zeros (or other)
+    for a token without experts. Raises ValueError for weights that do not belong together.
+    """
+    check_shapes(gate_up, down, gate_up_bias, down_bias)
+    activate = silu_mul if activation == "silu_mul" else swiglu_clamped
+
+    def apply(x: Tensor, ids: Tensor, weights: Tensor, other: Tensor | None = None) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = torch.zeros_like(x, dtype=wide)
+        for expert in ids.unique().tolist():
+            if expert < 0:
+                continue
+            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            up_bias = None if gate_up_bias is None else gate_up_bias[expert]
+            bias = None if down_bias is None else down_bias[expert]
+            inner = activate(F.linear(x[tokens], gate_up[expert], up_bias))
+            part = F.linear(inner, down[expert], bias).to(wide)
+            y.index_add_(0, tokens, part * weights[tokens, places, None])
+        return (y if other is None else y + other).to(x.dtype)
+
+    return apply
+
+
+def check_shapes(
+    gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None
+) -> None:
+    """Raises ValueError with the shapes where they do not fit together."""
+    count, hidden, inner = down.shape
+    wanted = {
+        "gate_up": (gate_up, (count, 2 * inner, hidden)),
+        "gate_up_bias": (gate_up_bias, (count, 2 * inner)),
+        "down_bias": (down_bias, (count, hidden)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}, but down {list(down.shape)} asks for "
+                f"{list(shape)}"
+            )
+
+
+def swiglu_clamped(x: Tensor) -> Tensor:
+    """[T, 2m] -> [T, m]: gpt-oss's (up + 1) * gate * sigmoid(1.702 gate), where gate is at most 7
+    and up within -7 .. 7."""
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
