@@ -4,13 +4,12 @@ prints JSON."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
 
 import torch
 
 from octavo.ops.attention import AttentionGeometry
 from octavo.ops.triton.attention import TritonPagedAttention
-from tests.fixtures.triton_aot import compile_launch, recorded
+from tests.fixtures.triton_aot import described, recorded
 from tests.ops.attention_batches import Columns, Rope
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -64,15 +63,9 @@ def main() -> None:
         for case in CASES:
             launch(*case)
     for one in launches:
-        compiled = compile_launch(one)
-        row = asdict(replace(compiled, ptx="")) | {
+        row = described(one) | {
             "rows": one.arguments.get("ROWS"),
             "tma": one.arguments.get("TMA", False),
-            "wide_loads": compiled.ptx.count("ld.global.v4") + compiled.ptx.count("cp.async.cg"),
-            "bulk_loads": compiled.ptx.count("cp.async.bulk.tensor"),
-            "wgmma": compiled.ptx.count("wgmma.mma_async"),
-            "waits": compiled.ptx.count("griddepcontrol.wait"),
-            "pdl": one.options.get("launch_pdl", False),
         }
         print(json.dumps(row), flush=True)
 
