@@ -38,6 +38,8 @@ class InstantExecutor:
     """Draws whatever comes next in a list of random ids. ``times``: of each plan, when it came and
     what it took here."""
 
+    num_pending = 0
+
     def __init__(self) -> None:
         self.times: list[tuple[float, float]] = []
         self._tokens = np.random.default_rng(0).integers(10, VOCABULARY, (1 << 16, 1), np.int32)

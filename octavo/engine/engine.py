@@ -353,6 +353,7 @@ class Engine:
             step_seconds=self._step_seconds,
             schedule_seconds=self._schedule_seconds,
             fragmentation=self._fragmentation,
+            graphs_pending=self._executor.num_pending,
         )
 
 

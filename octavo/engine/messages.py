@@ -163,6 +163,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     step_seconds: float = 0.0  # of this step
     schedule_seconds: float = 0.0  # of this step: schedule + update
     fragmentation: float = 0.0  # share of the used blocks' token places that hold no token
+    graphs_pending: int = 0  # CUDA graphs that idle moments have yet to capture
 
 
 class Outputs(Message, tag=True):

@@ -27,6 +27,7 @@ from octavo.engine.messages import (
     Drain,
     Failed,
     Heartbeat,
+    Outputs,
     PrefixCacheReset,
     Progress,
     Ready,
@@ -105,7 +106,7 @@ class EngineLoop:
 
     def run(self) -> None:
         while not (self._draining and not self.engine.has_work):
-            busy = self.engine.has_work or self._executor.idle()
+            busy = self.engine.has_work or self._use_idle_moment()
             self._read_inbox(wait_ms=0 if busy else IDLE_POLL_MS)
             outputs = self.engine.step()
             if outputs is not None:
@@ -122,6 +123,13 @@ class EngineLoop:
         if self._heart is not None:
             self._heart.stop()
         self._context.destroy(linger=2000)
+
+    def _use_idle_moment(self) -> bool:
+        """Tells how much is left to do in such moments; False when that is nothing."""
+        if not self._executor.idle():
+            return False
+        self._send(Outputs(self.engine.stats()))
+        return True
 
     def _send(self, message: msgspec.Struct) -> None:
         self._outbox.send(encoder.encode(message))

@@ -198,6 +198,11 @@ class Metrics(Collector):
             stats.fragmentation,
         )
         yield gauge(
+            "octavo_graphs_pending",
+            "CUDA graphs yet to be captured in idle moments",
+            stats.graphs_pending,
+        )
+        yield gauge(
             "octavo_waiting_prompt_tokens", "Prompt tokens in the queue", client.num_waiting_tokens
         )
         if client.problem() is None:

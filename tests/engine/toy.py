@@ -34,6 +34,8 @@ class ToyExecutor:
     def __init__(self) -> None:
         self.histories: dict[int, list[int]] = {}
         self.fail_next = False
+        self.num_pending = 0  # idle moments that can be used
+        self.ended = False
         self._results: deque[StepResult | StepFailed] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -64,6 +66,15 @@ class ToyExecutor:
         if isinstance(result, StepFailed):
             raise result
         return result
+
+    def idle(self) -> bool:
+        if not self.num_pending:
+            return False
+        self.num_pending -= 1
+        return True
+
+    def shutdown(self) -> None:
+        self.ended = True
 
 
 def toy_info(**changes) -> EngineInfo:

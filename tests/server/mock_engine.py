@@ -39,6 +39,7 @@ class Options:
     reject: str = ""  # reject every request with this message
     hang_after: int = -1  # after so many steps, stay in the step (heartbeats go on)
     step_error: bool = False  # end every request with FinishReason.ERROR after two tokens
+    graphs: int = 0  # to be captured, one in each idle moment
     default_sampling: dict[str, float] = field(default_factory=dict)
 
 
@@ -64,7 +65,7 @@ class MockEngine:
         self.outbox.connect(outbox)
         self.waiting: list[m.AddRequest] = []
         self.running: dict[int, Row] = {}
-        self.stats = m.EngineStats(time=0.0)
+        self.stats = m.EngineStats(time=0.0, graphs_pending=options.graphs)
         self.step_started = 0.0
         self.draining = False
 
@@ -197,6 +198,9 @@ class MockEngine:
                 self.step()
             elif self.draining:
                 return
+            elif self.stats.graphs_pending:
+                self.stats.graphs_pending -= 1
+                self.send(m.Outputs(stats=self.stats))
 
 
 if __name__ == "__main__":
