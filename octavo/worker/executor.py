@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -127,21 +128,26 @@ class CudaExecutor:
     """
 
     def __init__(self, runner: CudaRunner, nvtx: bool = False) -> None:
-        self._runner = runner
+        self._runner: CudaRunner | None = runner
         self._tracing = Tracing(nvtx)
         self._results: deque[Pending | StepFailed] = deque()
 
     def start(self, progress: Progress) -> WorkerInfo:
         """Loads the model. Raises ConfigError when it cannot be used."""
         self._tracing.prepare()
-        return self._runner.start(progress)
+        return self._open.start(progress)
+
+    @property
+    def _open(self) -> CudaRunner:
+        assert self._runner is not None, "the executor was shut down"
+        return self._runner
 
     def submit(self, plan: StepPlan) -> None:
         import torch
 
         try:
             with self._tracing.range(plan):
-                self._results.append(self._runner.launch(plan))
+                self._results.append(self._open.launch(plan))
         except torch.AcceleratorError:
             raise
         except Exception as error:
@@ -160,15 +166,29 @@ class CudaExecutor:
         return self._tracing.stop()
 
     def idle(self) -> bool:
-        return not self._results and self._runner.idle()
+        import torch
+
+        try:
+            return not self._results and self._open.idle()
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("a CUDA graph could not be captured; its steps do without")
+            return True
 
     @property
     def num_pending(self) -> int:
-        return self._runner.num_pending
+        return self._runner.num_pending if self._runner is not None else 0
 
     def shutdown(self) -> None:
+        """And gives the GPU's memory back."""
+        import torch
+
         while self._results:
-            self.collect()
+            with suppress(StepFailed):
+                self.collect()
+        self._runner = None
+        torch.cuda.empty_cache()
 
 
 def failed(plan: StepPlan, error: Exception) -> StepFailed:

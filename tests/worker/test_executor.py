@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ from octavo.worker import executor as executors
 from octavo.worker.executor import CudaExecutor, UniExecutor
 from octavo.worker.info import WorkerInfo
 from octavo.worker.runner import Runner
+from tests.worker.interpreted import config
 from tests.worker.plans import New, Row, SumModel, plan
-from tests.worker.test_runner import config
 
 
 class Gated(SumModel):
@@ -161,3 +162,36 @@ def test_an_error_of_the_device_itself_ends_the_engine() -> None:
     executor = CudaExecutor(FakeGpu())  # type: ignore[arg-type]
     with pytest.raises(torch.AcceleratorError):
         executor.submit(plan(Row(0, 0, 1), step=9))
+
+
+def test_what_a_gpu_still_computes_at_the_end_is_waited_for_failed_or_not() -> None:
+    runner = FakeGpu()
+    executor = CudaExecutor(runner)  # type: ignore[arg-type]
+    for step in (7, 8, 10):
+        executor.submit(plan(Row(0, 0, 1), step=step))
+    executor.shutdown()
+    assert runner.finished == [7, 10]
+
+
+def test_a_gpus_memory_goes_when_its_executor_is_shut_down() -> None:
+    executor = CudaExecutor(FakeGpu())  # type: ignore[arg-type]
+    executor.submit(plan(Row(0, 0, 1), step=1))
+    runner = weakref.ref(executor._runner)
+    executor.shutdown()
+    assert runner() is None and executor.num_pending == 0
+
+
+def test_a_graph_that_cannot_be_captured_in_an_idle_moment_ends_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(error: Exception) -> CudaExecutor:
+        def capture(self: FakeGpu) -> bool:
+            raise error
+
+        monkeypatch.setattr(FakeGpu, "idle", capture)
+        return CudaExecutor(FakeGpu())  # type: ignore[arg-type]
+
+    assert broken(torch.OutOfMemoryError("no memory")).idle()
+    assert "could not be captured" in caplog.text and "no memory" in caplog.text
+    with pytest.raises(torch.AcceleratorError):
+        broken(torch.AcceleratorError("an illegal memory access was encountered")).idle()
