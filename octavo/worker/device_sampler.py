@@ -128,9 +128,9 @@ class DeviceSampler:
         seen.bitwise_or_(in_prompt)
 
     def _place_edits(self, slot: int) -> None:
-        self._edits.pop(slot, None)
         wanted = self.slots.edits.get(slot)
         if wanted is None:
+            self._edits.pop(slot, None)
             return
         values, row = pack_edits(wanted, self.slots.vocab_size)
         buffer = self._edits[slot] = self._send(values)

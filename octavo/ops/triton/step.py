@@ -171,7 +171,7 @@ def _begin_rows(
     tl.store(draw_positions + row, end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids", "bounds", "slots"])
 def _place(history, history_stride, ids, bounds, slots, CHUNK: tl.constexpr):
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
