@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,14 @@ from octavo.worker.device import Device
 from octavo.worker.device_step import DeviceStep
 from octavo.worker.device_tables import DeviceTables
 from octavo.worker.gpu_memory import GpuMemory, gpu_sizes, out_of_memory, plan_gpu_memory
-from octavo.worker.graphs import MIXED_PROMPT_ROWS, Graphs, Shape, decode_sizes
+from octavo.worker.graphs import (
+    MIXED_PROMPT_ROWS,
+    Graphs,
+    Shape,
+    decode_sizes,
+    largest_shapes,
+    reserve_small_tensors,
+)
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.reports import Report
 from octavo.worker.sampler import no_logprobs, stack
@@ -159,16 +167,26 @@ class CudaRunner:
         slots = _settled_bytes() - memory.weights
         rows, tokens = sizes.max_num_seqs, sizes.max_num_batched_tokens
         largest = Shape(rows - 1, 1, max(tokens - rows, 0) + 1)
-        decode = _peak(lambda: self.step.rehearse(Shape(rows)))
-        mixed = _peak(lambda: self.step.rehearse(largest))
+        reserve_small_tensors()
+        peaks = [_peak(lambda: self.step.rehearse(largest))]
+        most = self.config.model.max_logprobs
+        peaks += [_peak(lambda: self.step.rehearse_reports(rows, tokens, most))]
+        captured = [_peak(partial(self.step.rehearse, s)) for s in self._captured_first(sizes)]
         activations = torch.cuda.memory_reserved() - slots - memory.weights
-        graphs = 0 if self.config.enforce_eager else decode + WORKSPACES
         return replace(
-            memory, slots=slots, activations=max(activations, decode, mixed), graphs=graphs
+            memory,
+            slots=slots,
+            activations=max(activations, *peaks, *captured),
+            graphs=max(captured) + WORKSPACES if captured else 0,
         )
 
+    def _captured_first(self, sizes: Sizes) -> list[Shape]:
+        if self.config.enforce_eager:
+            return []
+        return largest_shapes(sizes.max_num_seqs, *_buffer_sizes(sizes))
+
     def _prepare_graphs(self, sizes: Sizes) -> None:
-        """The largest graph is captured now, so that there always is one that fits."""
+        """Now for the largest, so that there always is one that fits, and memory for the others."""
         if not self.config.enforce_eager:
             self.graphs = Graphs(
                 decode_sizes(sizes.max_num_seqs),
@@ -176,21 +194,25 @@ class CudaRunner:
                 self.step.compute,
                 self.step.rehearse,
             )
-            self.graphs.capture_next()
+            self.graphs.reserve(self._captured_first(sizes))
         torch.cuda.synchronize()
 
     # ---- steps ----
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Enqueues one plan. After an exception the slots are as the next plan expects them."""
+        """Enqueues one plan. After an exception the slots are as the next plan expects them, on the
+        host and on the device."""
         with torch.inference_mode():
             try:
                 self.slots.apply(plan)
                 self.step.place(plan)
                 self.step.copy_blocks(plan)
                 return self._enqueue(plan)
+            except torch.AcceleratorError:
+                raise
             except Exception:
                 self.slots.skip(plan)
+                self.step.restore_tables(plan)
                 raise
 
     def idle(self) -> bool:
@@ -217,13 +239,14 @@ class CudaRunner:
         report: Report | None = None
         prompts: dict[int, tuple[int, list[Report]]] = {}
         if padded is not None and self.graphs is not None:
-            self.graphs.replay(padded)
+            self.graphs.run(padded)
         elif common:
             self.step.compute(shape)
         else:
             hidden, last = self.step.forward_all(shape)
             prompts = self._score_prompts(rows, scored, hidden)
-            report = self.step.draw_reporting(last, rows.slots, reporting)
+            wanted = self.slots.logprobs[rows.slots[reporting]]
+            report = self.step.draw_reporting(last, reporting, wanted)
         tokens, mark = self.downloads.fetch(self.step.tokens[: (padded or shape).num_rows])
         ends = rows.starts + rows.num_tokens
         self.slots.length[rows.slots[drawing]] = ends[drawing] + 1

@@ -84,22 +84,32 @@ class DeviceStep:
         if not plan.new_requests:
             return
         slots = np.array([new.slot for new in plan.new_requests], dtype=np.int32)
-        bounds = plan.new_indptr
+        self._place(self.tables.history, slots, plan.new_indptr, plan.new_token_ids)
+        self.sampler.place(slots)
+
+    def restore_tables(self, plan: StepPlan) -> None:
+        """After a failed step: rows of later plans that continue from its own find the blocks that
+        it brought, and no other request's."""
+        slots = plan.slots
+        counts = self.slots.num_blocks[slots]
+        width = np.arange(self.slots.max_blocks) < counts[:, None]
+        ids = self.slots.block_table_host[slots][width]
+        bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        self._place(self.tables.block_table, slots, bounds, ids)
+
+    def _place(self, table: Tensor, slots: Int32, bounds: Int32, ids: Int32) -> None:
+        """Row ``slots[i]`` of ``table`` begins with ids[bounds[i] : bounds[i + 1]]."""
         first = 0
         while first < len(slots):
             last = first + 1
             while last < len(slots) and bounds[last + 1] - bounds[first] <= PLACED_IDS:
                 last += 1
-            ids = plan.new_token_ids[bounds[first] : bounds[last]]
-            self._place(slots[first:last], bounds[first : last + 1] - bounds[first], ids)
+            own = bounds[first : last + 1] - bounds[first]
+            columns = [slots[first:last], own, ids[bounds[first] : bounds[last]]]
+            sent = self._place_uploads.send(np.concatenate(columns), self._placed)
+            count = last - first
+            place(table, sent[2 * count + 1 :], sent[count : 2 * count + 1], sent[:count])
             first = last
-        self.sampler.place(slots)
-
-    def _place(self, slots: Int32, bounds: Int32, ids: Int32) -> None:
-        count = len(slots)
-        sent = self._place_uploads.send(np.concatenate([slots, bounds, ids]), self._placed)
-        device_slots, device_bounds = sent[:count], sent[count : 2 * count + 1]
-        place(self.tables.history, sent[2 * count + 1 :], device_bounds, device_slots)
 
     def copy_blocks(self, plan: StepPlan) -> None:
         """Copies on write; sources and destinations of a plan are disjoint."""
@@ -108,7 +118,13 @@ class DeviceStep:
             self.model.copy_blocks(self.cache, pairs.view(-1, 2).to(torch.int64))
 
     def stage(self, plan: StepPlan, rows: Rows, shape: Shape) -> Int32:
-        """Uploads the plan's rows, padded to ``shape``. Returns where each row is now, [n]."""
+        """Uploads the plan's rows, padded to ``shape``. Returns where each row is now, [n]. Raises
+        ValueError for a shape beyond the buffers."""
+        if shape.num_rows > self.max_rows or shape.num_tokens > self.max_tokens:
+            raise ValueError(
+                f"step {plan.step} has {shape.num_rows} rows and {shape.num_tokens} tokens; the "
+                f"worker holds {self.max_rows} rows and {self.max_tokens} tokens"
+            )
         n, decode = len(rows.slots), rows.decode_rows
         places = np.arange(n, dtype=np.int32)
         places[decode:] += shape.decode_rows - decode
@@ -174,12 +190,12 @@ class DeviceStep:
             self.sampler.draw(logits, slots, positions, self.tokens[part])
 
     def draw_reporting(
-        self, last: Tensor, slots: Int32, reporting: NDArray[np.int64]
+        self, last: Tensor, reporting: NDArray[np.int64], wanted: Int32
     ) -> Report | None:
         """``draw`` for steps without padding in which some rows have edits, or report
-        log-probabilities: of the rows ``reporting``, in their order. slots: of all rows."""
+        log-probabilities: the rows ``reporting``, ascending, and ``wanted`` alternatives of each.
+        """
         parts: list[tuple[Tensor, ...]] = []
-        wanted = self.slots.logprobs[slots[reporting]]
         most = int(wanted.max()) if len(reporting) else 0
         for start in range(0, len(last), self.logit_rows):
             part = slice(start, min(start + self.logit_rows, len(last)))
@@ -216,6 +232,18 @@ class DeviceStep:
         """A step of padding: takes the time and memory of the linears of a real one."""
         self._step_uploads.send(_padding(shape, 0, 0).reshape(-1), self._buffers.staged)
         self.compute(shape)
+
+    def rehearse_reports(self, num_rows: int, num_tokens: int, k: int) -> None:
+        """Log-probabilities of the draws of ``num_rows`` rows of padding and of the tokens of a
+        prompt, with ``k`` alternatives (-1: 20), after a step of ``num_tokens``."""
+        shape, k = Shape(num_rows), 20 if k < 0 else k
+        self._step_uploads.send(_padding(shape, 0, 0).reshape(-1), self._buffers.staged)
+        last = self.model.forward(self.begin(shape), self.cache)
+        hidden = last.new_zeros(max(num_tokens, num_rows), last.shape[1])
+        everyone = np.arange(num_rows, dtype=np.int64)
+        self.draw_reporting(hidden[:num_rows], everyone, np.full(num_rows, k, dtype=np.int32))
+        logits = self.model.logits(hidden[: self.logit_rows])
+        self.sampler.logprobs(logits, self._buffers.token_ids[: len(logits)], k)
 
 
 def _padding(shape: Shape, num_tokens: int, num_rows: int) -> Int32:

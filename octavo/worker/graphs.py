@@ -1,9 +1,9 @@
 """CUDA graphs of steps, by their padded shape.
 
-The largest step of single tokens is captured before the server is ready; its smaller ones when the
-engine is idle, or when one is needed and those there are would be much too large. A step with
-prompts in it is captured when its shape comes for the second time: that costs about what enqueueing
-it does. All share one memory pool.
+The largest steps are captured before the server is ready: all graphs share one memory pool, which
+is then as large as it will ever be. Smaller steps of single tokens are captured when the engine is
+idle. Others, and those when what there is would be much too large, are captured when their shape
+comes for the second time: that costs about what enqueueing it does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ MIXED_PROMPT_TOKENS = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024,
 MOST_MIXED_GRAPHS = 128
 # A graph of more rows than a step has by this factor is not worth waiting for a better one.
 TOO_LARGE = 1.2
+SMALL = 1 << 20  # bytes of a tensor that the allocator still counts as small
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,24 @@ def padded_mixed(shape: Shape, max_rows: int, max_tokens: int) -> Shape | None:
     return found if found.num_rows <= max_rows and found.num_tokens <= max_tokens else None
 
 
+def largest_shapes(max_seqs: int, max_rows: int, max_tokens: int) -> list[Shape]:
+    """Of the steps that may be captured those than which none has both as many rows and as many
+    tokens, the one with the most tokens first; the largest of single tokens in any case."""
+    shapes = [
+        Shape(decode, rows, tokens)
+        for decode in MIXED_DECODE_ROWS
+        for rows in MIXED_PROMPT_ROWS
+        for tokens in MIXED_PROMPT_TOKENS
+        if decode + rows <= max_rows and decode + tokens <= max_tokens
+    ]
+    shapes.sort(key=lambda shape: (shape.num_tokens, shape.num_rows), reverse=True)
+    found: list[Shape] = []
+    for shape in shapes:
+        if not found or shape.num_rows > found[-1].num_rows:
+            found.append(shape)
+    return [*found, Shape(max_seqs)]
+
+
 def _at_least(count: int, sizes: Sequence[int]) -> int | None:
     index = bisect.bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None
@@ -68,6 +87,9 @@ def _at_least(count: int, sizes: Sequence[int]) -> int | None:
 class Graphs:
     """``record(shape)`` enqueues a step on the current stream; it reads and writes memory at fixed
     addresses only. ``rehearse(shape)`` does the same with rows of padding, which changes nothing.
+
+    A shape is enqueued kernel by kernel once before it is captured: that compiles and loads its
+    kernels, which must not happen during a capture. A capture that fails is not tried again.
 
     ``decode_sizes``: row counts to capture, ascending. ``max_rows``, ``max_tokens``: of a step.
     """
@@ -87,65 +109,83 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._failed: set[Shape] = set()
+        self._warm: set[Shape] = set()  # enqueued before, not captured
         self._decode_sizes: list[int] = []  # captured, ascending
         self._pending = list(decode_sizes)
-        self._seen: set[Shape] = set()  # mixed, once
-        self._num_mixed = 0
 
     @property
     def num_pending(self) -> int:
         return len(self._pending)
 
+    def reserve(self, shapes: list[Shape]) -> None:
+        """Captures the largest steps, which have been rehearsed: later ones find room in the pool.
+        To be called once, before any other capture."""
+        for shape in shapes:
+            self._capture(shape, first=not self._captured)
+
     def capture_next(self) -> bool:
         """Captures the largest step of single tokens that is missing. False if there is none."""
         if not self._pending:
             return False
-        self._capture_decode(self._pending[-1])
+        shape = Shape(self._pending[-1])
+        if shape not in self._warm:
+            self._rehearse(shape)
+        self._capture(shape)
         return True
 
     def fitting(self, shape: Shape) -> Shape | None:
-        """The shape of the graph that takes this step; None: it is enqueued kernel by kernel."""
+        """The padded shape in which ``run`` takes this step; None: there is no graph for it, nor
+        will there be."""
         if not shape.prompt_rows:
             return self._fitting_decode(shape.decode_rows)
         padded = padded_mixed(shape, self._max_rows, self._max_tokens)
         if padded is None or padded in self._captured:
             return padded
-        if padded in self._seen and self._num_mixed < MOST_MIXED_GRAPHS:
-            self._capture(padded)
-            self._num_mixed += 1
-            return padded
-        self._seen.add(padded)
-        return None
+        full = len(self._captured) - len(self._decode_sizes) >= MOST_MIXED_GRAPHS
+        return None if full or padded in self._failed else padded
 
     def _fitting_decode(self, rows: int) -> Shape | None:
         best = _at_least(rows, self._pending)
-        index = bisect.bisect_left(self._decode_sizes, rows)
-        found = self._decode_sizes[index] if index < len(self._decode_sizes) else None
-        if best is not None and (found is None or (best < found and found > TOO_LARGE * rows)):
-            self._capture_decode(best)
+        found = _at_least(rows, self._decode_sizes)
+        too_large = found is not None and found > TOO_LARGE * rows
+        if best is not None and (found is None or (best < found and too_large)):
             found = best
         return None if found is None else Shape(found)
 
-    def _capture_decode(self, rows: int) -> None:
-        shape = Shape(rows)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._rehearse(shape)  # compiles kernels, and libraries take their workspaces
-        torch.cuda.current_stream().wait_stream(self._stream)
-        self._capture(shape)
-        self._pending.remove(rows)
-        bisect.insort(self._decode_sizes, rows)
-
-    def replay(self, shape: Shape) -> None:
+    def run(self, shape: Shape) -> None:
+        """Enqueues the staged step, of a shape from ``fitting``."""
+        if shape not in self._captured:
+            if shape not in self._warm:
+                self._warm.add(shape)
+                self._record(shape)
+                return
+            self._capture(shape)
         self._captured[shape].replay()
 
-    def _capture(self, shape: Shape) -> None:
+    def _capture(self, shape: Shape, first: bool = False) -> None:
         """Not by torch.cuda.graph, which waits for the device and empties the allocator."""
+        self._failed.add(shape)  # until it has succeeded
+        if not shape.prompt_rows and shape.decode_rows in self._pending:
+            self._pending.remove(shape.decode_rows)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                if first:
+                    reserve_small_tensors()
                 self._record(shape)
             finally:
                 graph.capture_end()
         self._captured[shape] = graph
+        self._failed.discard(shape)
+        self._warm.discard(shape)
+        if not shape.prompt_rows:
+            bisect.insort(self._decode_sizes, shape.decode_rows)
+
+
+def reserve_small_tensors() -> None:
+    """Takes room from the allocator and gives it back to it, for tensors of up to 1 MiB: they have
+    pages of their own, of which the largest steps need the fewest."""
+    tensors = [torch.empty(SMALL, dtype=torch.uint8, device="cuda") for _ in range(16)]
+    tensors.clear()

@@ -116,6 +116,8 @@ class SumModel:
         starts = batch.query_starts.tolist()
         for row, length in enumerate(batch.seq_lens.tolist()):
             begin, end = starts[row : row + 2]
+            if not length:
+                continue  # padding
             blocks = batch.block_tables[row, : -(-length // batch.block_size)].long()
             context = cache[0][0, blocks].view(-1, self.width)[:length].cumsum(0)
             hidden[begin:end] = context[length - (end - begin) :]

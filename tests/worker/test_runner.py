@@ -9,56 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.types import SamplingParams
-from octavo.worker.device import Device
 from octavo.worker.runner import Runner
-from octavo.worker.sizes import Sizes
+from tests.worker.interpreted import BLOCK, Interpreted, config
 from tests.worker.plans import New, Row, SumModel, plan
 
-BLOCK = 4
 
-
-def config(threads: int = 1) -> EngineConfig:
-    return EngineConfig(
-        cache=CacheConfig(block_size=BLOCK, num_gpu_blocks_override=64),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-        parallel=ParallelConfig(cpu_threads=threads),
-    )
-
-
-class Interpreted:
-    """The GPU's runner, its kernels interpreted on the CPU and nothing captured."""
-
-    def __init__(self) -> None:
-        from octavo.worker.cuda_runner import CudaRunner
-
-        cpu = torch.device("cpu")
-        self.model = SumModel()
-        self.gpu = CudaRunner(config(), Path("none"), Device("cpu", ""))
-        self.gpu.model = self.model
-        self.gpu._reserve(Sizes(BLOCK, 8, 64, 256, 256, False), cpu)
-        self.gpu.step.cache = self.model.allocate_cache(64, BLOCK)
-        self.slots = self.gpu.slots
-
-    @property
-    def logit_rows(self) -> int:
-        return self.gpu.step.logit_rows
-
-    @logit_rows.setter
-    def logit_rows(self, rows: int) -> None:
-        self.gpu.step.logit_rows = rows
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.gpu.launch(plan).finish()
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def runner(request: pytest.FixtureRequest) -> Runner | Interpreted:
-    if request.param == "cuda":
+@pytest.fixture(params=["cpu", "cuda", "cuda graphs"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runner | Interpreted:
+    if request.param != "cpu":
         pytest.importorskip("triton")
-        return Interpreted()
+        return Interpreted(monkeypatch if request.param == "cuda graphs" else None)
     started = Runner(config(), Path("none"), lambda path, config, progress: SumModel())
     started.start(lambda phase, fraction: None)
     return started
