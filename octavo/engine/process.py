@@ -101,6 +101,7 @@ class EngineLoop:
             self._config, lambda phase, share: self._send(Progress(phase, share))
         )
         self._send(Ready(self.engine.info))
+        self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
         self._heart = Heart(self._context, self._outbox_address, self)
         self._heart.start()
 

@@ -94,6 +94,7 @@ class MockEngine:
                 )
             )
         )  # fmt: skip
+        self.send(m.Outputs(stats=self.stats))
         threading.Thread(target=self.beat, daemon=True).start()
 
     def beat(self) -> None:
