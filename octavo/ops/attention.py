@@ -174,7 +174,7 @@ class TorchPagedAttention:
         return out.to(qkv.dtype).flatten(1)
 
 
-@register("copy_blocks", "torch")
+@register("copy_blocks", "torch", batch_invariant="yes")
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     """Copies blocks in every layer's cache, in place.
 

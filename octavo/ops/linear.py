@@ -45,7 +45,7 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
     return logits if epilogue == "logits" else apply
 
 
-@register("embedding", "torch")
+@register("embedding", "torch", batch_invariant="yes")
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of the weight [V, H] for ids, int64 [T]: [T, H]. Every id is in 0 .. V - 1."""
     return F.embedding(ids, weight)

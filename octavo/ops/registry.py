@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -28,15 +28,20 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
     "cuda": (
         "octavo.ops.triton.norm",
         "octavo.ops.triton.linear",
+        "octavo.ops.triton.fixed_linear",
         "octavo.ops.triton.embedding",
         "octavo.ops.triton.blocks",
         "octavo.ops.triton.attention",
+        "octavo.ops.triton.fixed_attention",
         "octavo.ops.fa3",
         "octavo.ops.triton.latent_attention",
         "octavo.ops.triton.moe_route",
         "octavo.ops.triton.moe",
     ),
 }
+# Whether a row's result is the same bits whatever the rest of the batch and the row's place in it:
+# "no", "yes", or "at a price", which only --deterministic pays.
+Invariance = Literal["no", "yes", "at a price"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -50,6 +55,7 @@ class Version:
     call: Callable[..., Any]
     available: Callable[[str, torch.dtype], bool]
     tolerance: float
+    batch_invariant: Invariance
 
 
 _versions: dict[str, list[Version]] = {}
@@ -60,11 +66,13 @@ def register(
     name: str,
     available: Callable[[str, torch.dtype], bool] = lambda device, dtype: True,
     tolerance: float = 4.0,
+    batch_invariant: Invariance = "no",
 ) -> Callable[[F], F]:
     """Adds a function or class as a version of ``op``; the last one available is preferred."""
 
     def add(call: F) -> F:
-        _versions.setdefault(op, []).append(Version(op, name, call, available, tolerance))
+        version = Version(op, name, call, available, tolerance, batch_invariant)
+        _versions.setdefault(op, []).append(version)
         return call
 
     return add
@@ -87,6 +95,16 @@ def operations() -> list[str]:
     return list(_versions)
 
 
+def runnable(
+    op: str, device: str, dtype: torch.dtype, deterministic: bool = False
+) -> list[Version]:
+    """The versions that run on ``device`` ("cpu", "cuda") with ``dtype``, the preferred one last.
+    ``deterministic``: those that are batch-invariant, which may be none."""
+    other = "no" if deterministic else "at a price"
+    found = [v for v in versions(op, device) if v.batch_invariant != other]
+    return [v for v in found if v.available(device, dtype)]
+
+
 def select(op: str, device: str, dtype: torch.dtype) -> Version:
     """The preferred version that runs on ``device`` ("cpu", "cuda") with ``dtype``."""
-    return [v for v in versions(op, device) if v.available(device, dtype)][-1]
+    return runnable(op, device, dtype)[-1]

@@ -35,6 +35,7 @@ def launch(
     size: int,
     dtype: torch.dtype,
     sinks: bool,
+    make: type[TritonPagedAttention] = TritonPagedAttention,
 ) -> None:
     rows, total = decode + (tokens > 0), decode + tokens
     batch = Columns(
@@ -46,7 +47,7 @@ def launch(
         size,
         decode,
     )
-    attention = TritonPagedAttention(geometry)
+    attention = make(geometry)
     state = attention.prepare(batch, Rope(geometry.head_dim), BF16)
     heads, dim = geometry.num_heads + geometry.num_kv_heads, geometry.head_dim
     attention(

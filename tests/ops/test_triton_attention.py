@@ -12,6 +12,7 @@ from octavo.model.spec import DynamicScaling, LinearScaling, RopeSpec
 from octavo.ops.attention import AttentionGeometry, TorchPagedAttention
 from octavo.ops.triton import attention as module
 from octavo.ops.triton.attention_configs import DecodeConfig, PrefillConfig
+from octavo.ops.triton.fixed_attention import FixedPagedAttention
 from tests.ops.attention_batches import Case, Rope, by_head, case, history
 
 TritonPagedAttention = module.TritonPagedAttention
@@ -229,6 +230,15 @@ def test_rows_with_drafts(window):
     state.batch = replace(batch.padded, decode_rows=3)
     attention.decode(qkv, layer, found, state, DecodeConfig(32, 1, 5, 4, 1), queries=3)
     torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("window", (None, 40))
+@pytest.mark.parametrize("heads", ((6, 2, 80), (2, 1, 192)))
+def test_all_rows_the_same_way(heads, window):
+    """As --deterministic has it: rows of one token, of several and of padding in one kernel."""
+    geometry = AttentionGeometry(*heads, window=window, qk_norm_eps=1e-6)
+    batch = case([33, 127, 0, 140, 5], [1, 1, 3, 18, 2], 16, 2, 3, 4)
+    check(geometry, batch, attention=FixedPagedAttention(geometry))
 
 
 @pytest.mark.parametrize("block_size", (8, 48))

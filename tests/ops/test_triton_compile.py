@@ -96,3 +96,16 @@ def test_experts_and_their_routing_compile_for_hopper_without_spills(tmp_path):
             assert row["wide_loads"] > 0, row
         if row["name"] == "grouped_kernel":
             assert row["wgmma"] > 0, row
+
+
+@pytest.mark.slow
+def test_what_is_deterministic_compiles_for_hopper(tmp_path):
+    """All forms of the linear, however many rows they are for, with one matrix instruction."""
+    rows = compiled("tests.ops.compile_fixed", tmp_path)
+    kernels = {"fixed_linear_kernel", "rope_cache_kernel", "prefill_attention_kernel"}
+    assert {row["name"] for row in rows} == kernels
+    for row in rows:
+        assert row["stack"] == 0 and row["shared"] <= 99 << 10, row  # also on cards before Hopper
+        assert row["waits"] == row["pdl"], row
+        if row["name"] == "fixed_linear_kernel":
+            assert row["products"] == ["m64n64k16"], row

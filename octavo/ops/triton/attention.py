@@ -223,6 +223,7 @@ class TritonPagedAttention:
             SINKS=layer.sinks is not None,
             FP8=layer.fp8,
             TMA=config.tma,
+            ALIKE=config.alike,
             **launch.options(config.warps, num_stages=config.stages),
         )
 

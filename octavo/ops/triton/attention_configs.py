@@ -31,13 +31,14 @@ class DecodeConfig:
 @dataclass(frozen=True)
 class PrefillConfig:
     """``rows``: matrix rows, tokens x heads of a group, in a program. ``tma``: keys and values
-    through the bulk copy engine (Hopper)."""
+    through the bulk copy engine (Hopper). ``alike``: all tiles of keys by the same instructions."""
 
     rows: int
     tile: int
     warps: int
     stages: int
     tma: bool
+    alike: bool = False
 
 
 def padded(dim: int) -> int:
@@ -91,3 +92,10 @@ def prefill_config(
     if tma:
         return PrefillConfig(128, 64, 4, 2, True)
     return PrefillConfig(128, 64, 8, 3, False)
+
+
+def fixed_config(geometry: AttentionGeometry) -> PrefillConfig:
+    """For rows of any number of tokens, so that a token meets its keys in the same way in each."""
+    if padded(geometry.head_dim) > 128:
+        return PrefillConfig(64, 32, 4, 2, tma=False, alike=True)
+    return PrefillConfig(64, 64, 4, 3, tma=False, alike=True)

@@ -36,7 +36,7 @@ def _addresses(device: torch.device, *pointers: int) -> Tensor:
     return torch.tensor(pointers, dtype=torch.int64).to(device)
 
 
-@register("copy_blocks", "triton", available)
+@register("copy_blocks", "triton", available, batch_invariant="yes")
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     """caches: one contiguous tensor per layer, all of one size; pairs: int64 [c, 2].
 

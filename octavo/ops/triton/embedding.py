@@ -29,7 +29,7 @@ def embedding_kernel(
     tl.store(y_ptr + row * SIZE + columns, x, mask=inside)
 
 
-@register("embedding", "triton", available)
+@register("embedding", "triton", available, batch_invariant="yes")
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """ids: int64 [T]; weight: [V, H] contiguous. An id outside the vocabulary (padding) gives
     zeros: a kernel of a graph cannot raise."""

@@ -43,6 +43,13 @@ def has_wgmma() -> bool:
     return INTERPRETED or torch.cuda.get_device_capability()[0] == 9
 
 
+@cache
+def has_one_product() -> bool:
+    """Whether tiles of any size are made of one matrix instruction, so that they give equal bits:
+    from Ampere to Hopper. Later tensor cores multiply tiles as a whole."""
+    return INTERPRETED or torch.cuda.get_device_capability()[0] in (8, 9)
+
+
 def pdl_for(rows: int) -> int:
     """OFF, EARLY or LATE for the kernels of a step of so many token rows."""
     if rows > 64 or not has_pdl():

@@ -34,7 +34,7 @@ def rms_norm_kernel(
     tl.store(y_ptr + start + columns, y.to(x.dtype), mask=inside)
 
 
-@register("rms_norm", "triton", available)
+@register("rms_norm", "triton", available, batch_invariant="yes")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., H], H up to 16,384; weight: [H]. Raises ValueError for longer rows."""
     size = x.shape[-1]

@@ -88,7 +88,7 @@ def prefill_attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens // (ROWS // group) + rows, kv heads) for batch rows first_row .. first_row +
     rows - 1; queries, keys and values are final (rope_cache_kernel).
@@ -97,7 +97,9 @@ def prefill_attention_kernel(
     with blocks [TILE, DIM], if TMA. out: [T, HEADS * DIM]. start: int32 [batch rows + 1], length:
     int32 [batch rows], 0 for padding. table: int32 [batch rows, table_stride]. scale: to scores in
     units of log 2; with SOFTCAP of ``capped(scores, inner)``. sink: [HEADS] if SINKS. FP8: the
-    cache is E4M3, times k_scale (in scale or inner already) and v_scale.
+    cache is E4M3, times k_scale (in scale or inner already) and v_scale. ALIKE: what a token gets
+    does not depend on which others share its program: all tiles of keys go through one loop, and
+    one that a token sees nothing of adds zeros.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -123,12 +125,12 @@ def prefill_attention_kernel(
     first = length - count + part * TOKENS  # position of the first token, and of the last
     last = tl.minimum(first + TOKENS, length) - 1
     low = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
-    full = (first + 1) // TILE * TILE  # keys before that are before all tokens
+    full = low if ALIKE else (first + 1) // TILE * TILE  # keys before that are before all tokens
     table = table_ptr + row.to(tl.int64) * table_stride
     highest = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
-    if WINDOW:  # keys that have left the window of some tokens
+    if WINDOW and not ALIKE:  # keys that have left the window of some tokens
         inside = tl.cdiv(tl.maximum(last - WINDOW + 1, 0), TILE) * TILE
         inside = tl.minimum(inside, full)
         highest, total, acc = _attend(
@@ -137,15 +139,16 @@ def prefill_attention_kernel(
             KV_HEADS, DIM, BLOCK_SIZE, TILE, 1, WINDOW, True, SOFTCAP, TMA,
         )  # fmt: skip
         low = inside
-    highest, total, acc = _attend(
-        query, cache_ptr, cache_rows, table, low, full, head, positions, last, d, scale, inner,
-        highest, total, acc,
-        KV_HEADS, DIM, BLOCK_SIZE, TILE, STAGES, WINDOW, False, SOFTCAP, TMA,
-    )  # fmt: skip
+    if not ALIKE:
+        highest, total, acc = _attend(
+            query, cache_ptr, cache_rows, table, low, full, head, positions, last, d, scale, inner,
+            highest, total, acc,
+            KV_HEADS, DIM, BLOCK_SIZE, TILE, STAGES, WINDOW, False, SOFTCAP, TMA,
+        )  # fmt: skip
     highest, total, acc = _attend(
         query, cache_ptr, cache_rows, table, full, last + 1, head, positions, last, d, scale, inner,
         highest, total, acc,
-        KV_HEADS, DIM, BLOCK_SIZE, TILE, 1, WINDOW, True, SOFTCAP, TMA,
+        KV_HEADS, DIM, BLOCK_SIZE, TILE, STAGES if ALIKE else 1, WINDOW, True, SOFTCAP, TMA,
     )  # fmt: skip
     to = out_ptr + (batch_token * HEADS + query_head) * DIM + d
     heads = head * GROUP + i % GROUP
