@@ -105,7 +105,7 @@ class DeviceSampler:
         size = max(1, REPORT_BYTES // (4 * logits.shape[-1]))
         parts = [
             sampling.top_logprobs(
-                logits[start : start + size].log_softmax(-1),
+                log_softmax(logits[start : start + size]),
                 tokens[start : start + size].to(torch.int64),
                 k,
             )
@@ -137,3 +137,13 @@ class DeviceSampler:
         held = [column for column in POINTERS if row[column]]
         row[held] += buffer.data_ptr() - 1
         self.tables.edits[slot].copy_(torch.from_numpy(row), non_blocking=True)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """float32 [q, V] -> the same, of rows. All rows start at multiples of 16 bytes: where they do
+    not, the kernel of a GPU sums up a row in an order that depends on its place in the batch."""
+    vocab = logits.shape[-1]
+    if vocab % 4 == 0:
+        return logits.log_softmax(-1)
+    padded = torch.nn.functional.pad(logits, (0, -vocab % 4), value=float("-inf"))
+    return padded.log_softmax(-1)[:, :vocab]
