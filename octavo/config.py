@@ -99,9 +99,8 @@ class ModelConfig:
     )
     deterministic: bool = flag(
         False,
-        "batch-invariant logits: one row is computed the same way in any batch (slower)",
+        "batch-invariant logits: one row is computed the same way in any batch (slower; GPU only)",
         group="model",
-        later=(True,),
     )
 
 

@@ -18,7 +18,7 @@ from octavo.model.mlp import MLP
 from octavo.model.norm import Norm
 from octavo.model.rope import Rope
 from octavo.model.spec import DecoderSpec, LayerSpec, TensorScaling
-from octavo.ops import registry
+from octavo.model.versions import choose_versions
 from octavo.ops.attention import AttentionGeometry, PagedAttention
 from octavo.quant.dense import Dense
 
@@ -118,17 +118,25 @@ class RopeFactors:
 class Model:
     """A decoder with its weights (``loader.load.load_model``), for inference only.
 
-    ``device``: "cpu" or "cuda". ``implementations``: operation -> the version chosen for it.
+    ``device``: "cpu" or "cuda". ``deterministic``: a row's logits are the same, bit for bit, in any
+    batch; raises ConfigError where that cannot be had. ``implementations``: operation -> the
+    version chosen for it.
     ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory.
     """
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        deterministic: bool = False,
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.device = device
         self.reasons: dict[str, str] = {}
         self.weight_bytes = 0
-        chosen = {op: registry.select(op, device, dtype) for op in registry.operations()}
+        chosen = choose_versions(spec, dtype, device, deterministic)
         self.implementations = {op: version.name for op, version in chosen.items()}
         make_linear = partial(Linear, format=Dense(), operation=chosen["linear"].call)
         make_norm = partial(Norm, operation=chosen["rms_norm"].call)

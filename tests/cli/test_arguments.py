@@ -40,7 +40,7 @@ VLLM_FLAGS = """
 --enable-request-id-headers | --enable-prompt-tokens-details | --enable-force-include-usage
 --shutdown-timeout 5 | --drain-timeout 5 | --max-num-queued-reqs 9 | --max-num-queued-tokens 10k
 --max-queue-wait 3 | --allow-special-tokens-in-content | --hf-overrides {"rope_theta":1e6}
---revision main | --async-scheduling | --no-async-scheduling
+--revision main | --async-scheduling | --no-async-scheduling | --deterministic
 """
 LATER_FLAGS = """
 --nnodes 2 | -n 2 | --node-rank 1 | -r 1 | --master-addr h | --master-port 29501
@@ -107,7 +107,7 @@ def test_the_tables_of_foreign_flags_are_walked_in_full() -> None:
     "tokens",
     cases(
         "--scheduling-policy fair | --load-format bitsandbytes | --kv-cache-dtype fp8\n"
-        "--kv-cache-dtype int8 | --kv-cache-dtype fp8_e5m2 | --deterministic"
+        "--kv-cache-dtype int8 | --kv-cache-dtype fp8_e5m2"
     ),
     ids=" ".join,
 )

@@ -47,7 +47,7 @@ def load_model(
                 f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
                 f"with, {computed}; use auto, or --dtype {kept}"
             )
-        model = Model(source.spec, dtype, device)
+        model = Model(source.spec, dtype, device, config.model.deterministic)
         model.reasons["dtype"] = reason
         load_weights(model, source, dtype, progress)
     return model

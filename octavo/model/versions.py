@@ -1,0 +1,34 @@
+"""Which version of each operation a model uses."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.model.spec import DecoderSpec, DynamicScaling
+from octavo.ops import registry
+from octavo.ops.registry import Version
+from octavo.types import ConfigError
+
+OPERATIONS = ("embedding", "rms_norm", "linear", "paged_attention", "copy_blocks")
+
+
+def choose_versions(
+    spec: DecoderSpec, dtype: torch.dtype, device: str, deterministic: bool
+) -> dict[str, Version]:
+    """Operation -> version, on ``device`` ("cpu", "cuda"). Raises ConfigError, in one line, where
+    ``--deterministic`` cannot be kept."""
+    found = {op: registry.runnable(op, device, dtype, deterministic) for op in OPERATIONS}
+    if missing := [op for op in OPERATIONS if not found[op]]:
+        raise ConfigError(
+            f"--deterministic: with {str(dtype).removeprefix('torch.')} on "
+            f"{'a CPU' if device == 'cpu' else 'this GPU'}, {', '.join(missing)} may round a row "
+            "differently in another batch; it needs Triton, a GPU of compute capability 8.0 to 9.0 "
+            "and --dtype bfloat16 or float16"
+        )
+    scalings = [layer.mixer.rope.scaling for layer in spec.layers]
+    if deterministic and any(isinstance(scaling, DynamicScaling) for scaling in scalings):
+        raise ConfigError(
+            "--deterministic: this model's rope_scaling, dynamic, turns a token by the length its "
+            "context has in the step that computes it, so results depend on how a prompt is cut"
+        )
+    return {op: versions[-1] for op, versions in found.items()}
