@@ -12,6 +12,7 @@ import uvicorn
 
 from octavo.config import ServerConfig
 from octavo.server.auth import App, Receive, Scope, Send
+from octavo.server.writes import batched_protocol
 from octavo.types import ConfigError
 
 KEEP_ALIVE_SECONDS = 60
@@ -24,7 +25,7 @@ class HTTPServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 _quiet(app),
-                http="httptools",
+                http=batched_protocol(),
                 ws="none",
                 lifespan="off",
                 log_level=server.uvicorn_log_level,

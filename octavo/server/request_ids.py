@@ -10,7 +10,9 @@ from octavo.server.auth import App, Receive, Scope, Send
 
 
 class RequestIds:
-    """ASGI middleware that leaves the request's id in ``scope["octavo.request_id"]``."""
+    """ASGI middleware that leaves the request's id in ``scope["octavo.request_id"]``, and in
+    ``scope["octavo.send"]`` a way past all further middlewares for the parts of a body: none of
+    them looks at these."""
 
     def __init__(self, app: App, echo: bool) -> None:
         self.app = app
@@ -23,6 +25,7 @@ class RequestIds:
         sent = next((v for name, v in scope["headers"] if name == b"x-request-id"), b"")
         request_id = sent.decode("latin-1") or uuid.uuid4().hex
         scope["octavo.request_id"] = request_id
+        scope["octavo.send"] = send
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":

@@ -16,6 +16,7 @@ from octavo.types import OctavoError
 logger = logging.getLogger("octavo")
 
 DONE = b"data: [DONE]\n\n"
+BODY = "http.response.body"
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -56,19 +57,19 @@ class EventStream(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        send_body: Send = scope["octavo.send"]
         try:
-            await send(start)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for frame in self.frames:
-                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+                    await send_body({"type": BODY, "body": frame, "more_body": True})
             except ClientGone:
                 return
             except Exception as error:
                 if not isinstance(error, OctavoError):
                     logger.exception("a stream failed")
                 frame = b"data: " + error_body(error) + b"\n\n"
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await send_body({"type": BODY, "body": frame, "more_body": True})
+            await send({"type": BODY, "body": b"", "more_body": False})
         finally:
             self.generation.close()

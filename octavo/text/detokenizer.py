@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Iterable
 
 from octavo.text.tokenizer import Tokenizer
-
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
@@ -17,15 +15,14 @@ class Detokenizer:
     the first word is dropped; an answer continues its prompt and keeps it.
     """
 
-    __slots__ = ("_at_start", "_bytes_of", "_decode", "_decoder")
+    __slots__ = ("_at_start", "_bytes_of", "_rest")
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, at_start: bool = False
     ) -> None:
         table = tokenizer.text_bytes_of if skip_special_tokens else tokenizer.bytes_of
         self._bytes_of = table.__getitem__
-        self._decoder = _Utf8Decoder("replace")
-        self._decode = self._decoder.decode
+        self._rest = b""  # the beginning of a character
         self._at_start = at_start and tokenizer.vocabulary.adds_space
 
     def push(self, ids: Iterable[int]) -> str:
@@ -34,8 +31,14 @@ class Detokenizer:
         if self._at_start and data:
             self._at_start = False
             data = data.removeprefix(b" ")
-        return self._decode(data)
+        return self._decode(data, False)
 
     def finish(self) -> str:
         """U+FFFD when the sequence ended inside a character, else nothing."""
         return self._decode(b"", True)
+
+    def _decode(self, data: bytes, final: bool) -> str:
+        data = self._rest + data
+        text, consumed = utf_8_decode(data, "replace", final)
+        self._rest = data[consumed:]
+        return text
