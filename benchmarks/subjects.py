@@ -7,7 +7,6 @@ of JSON out.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import clients
 from benchmarks.cpu_workload import Work
 from octavo.config import available_cores
 
@@ -104,45 +104,23 @@ def octavo_server(model: str, stream: bool = True) -> Runner:
     clients' own reading of a stream costs the engine time: hence the plain variant."""
     from tests.fixtures.server import launch
 
-    server = launch(model)
+    server = launch(model, "--max-queue-wait", "3600")  # a slow CPU may not refuse what it is given
     server.wait_ready()
 
     def run(work: list[Work]) -> Timing:
-        return asyncio.run(_clients(server.url, work, stream))
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        bodies = [
+            {"prompt": item.prompt, "max_tokens": item.max_tokens, "temperature": 0}
+            | {"ignore_eos": True, **options}
+            for item in work
+        ]
+        seconds, answers = clients.run(server.url, bodies)
+        counts = [answer.events[-1]["usage"]["completion_tokens"] for answer in answers]
+        assert counts == [item.max_tokens for item in work]
+        return Timing(seconds, [answer.first for answer in answers], sum(counts))
 
     run.close = server.stop  # type: ignore[attr-defined]
     return run
-
-
-async def _clients(url: str, work: list[Work], stream: bool) -> Timing:
-    import aiohttp
-
-    async def one(session: aiohttp.ClientSession, item: Work) -> float:
-        body = {
-            "prompt": item.prompt,
-            "max_tokens": item.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        if stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        first, last = 0.0, b""
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            assert response.status == 200, await response.text()
-            async for line in response.content:
-                if line.startswith((b"data: {", b"{")):
-                    first = first or time.perf_counter() - began
-                    last = line
-        usage = json.loads(last.removeprefix(b"data: "))["usage"]
-        assert usage["completion_tokens"] == item.max_tokens
-        return first
-
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        began = time.perf_counter()
-        firsts = await asyncio.gather(*(one(session, item) for item in work))
-        seconds = time.perf_counter() - began
-    return Timing(seconds, list(firsts), sum(item.max_tokens for item in work))
 
 
 def transformers_static(model: str, batch: int = STATIC_BATCH) -> Runner:
@@ -202,10 +180,12 @@ KINDS: dict[str, Callable[[str], Runner]] = {
 def main() -> None:
     kind, model = sys.argv[1:]
     run = KINDS[kind](model)
-    for line in sys.stdin:
-        timing = run([Work(**item) for item in json.loads(line)])
-        print(json.dumps(asdict(timing)), flush=True)
-    getattr(run, "close", lambda: None)()
+    try:
+        for line in sys.stdin:
+            timing = run([Work(**item) for item in json.loads(line)])
+            print(json.dumps(asdict(timing)), flush=True)
+    finally:
+        getattr(run, "close", lambda: None)()
 
 
 if __name__ == "__main__":
