@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import Request
+from octavo.core.running import Index
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class Issued:
     epoch now means the same request."""
 
     plan: StepPlan
+    slots: Index  # [n] the plan's
     epochs: NDArray[np.int64]  # [n]
     orphans: dict[int, Request] = field(default_factory=dict)  # row -> preempted since
 
@@ -35,8 +37,8 @@ class InFlight:
     def __iter__(self) -> Iterator[Issued]:
         return iter(self._plans)
 
-    def push(self, plan: StepPlan, epochs: NDArray[np.int64]) -> None:
-        self._plans.append(Issued(plan, epochs))
+    def push(self, plan: StepPlan, slots: Index, epochs: NDArray[np.int64]) -> None:
+        self._plans.append(Issued(plan, slots, epochs))
 
     def pop(self) -> Issued:
         return self._plans.popleft()
@@ -53,7 +55,7 @@ class InFlight:
     def orphan(self, request: Request, slot: int, epoch: int) -> None:
         """A request loses its slot: its rows in flight stay its own."""
         for issued in self._plans:
-            for row in np.nonzero(issued.plan.slots == slot)[0].tolist():
+            for row in np.nonzero(issued.slots == slot)[0].tolist():
                 if issued.epochs[row] == epoch:
                     issued.orphans[row] = request
                     request.in_flight += 1

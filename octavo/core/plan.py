@@ -67,7 +67,7 @@ class StepPlan:
 
     @property
     def total_tokens(self) -> int:
-        return int(self.num_tokens.sum())
+        return int(np.add.reduce(self.num_tokens))
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from octavo.core.plan import PROMPT_LOGPROBS, SAMPLE, Int32, NewRequest, StepPlan
 from octavo.core.request import Request
-from octavo.core.running import Running
+from octavo.core.running import Index, Running
 
 
 def int32(values: object) -> Int32:
@@ -16,6 +16,7 @@ def int32(values: object) -> Int32:
 EMPTY = int32([])
 NO_PAIRS = EMPTY.reshape(0, 2)
 NO_ROWS = int32([0])  # index pointer of an empty CSR
+NO_SLOTS: Index = np.zeros(0, dtype=np.intp)
 
 
 class PlanBuilder:
@@ -23,25 +24,25 @@ class PlanBuilder:
 
     def __init__(self, running: Running) -> None:
         self._running = running
-        self._slots = EMPTY
+        self.slots = NO_SLOTS  # of all rows once ``build`` was called
         self._counts = EMPTY
         self._new_slots: list[int] = []
         self._new_counts: list[int] = []
         self._new: list[tuple[NewRequest, Int32]] = []
         # New table entries, a column each: row, index in its table, number of ids; and the ids.
-        self._grown: list[tuple[Int32, Int32, Int32]] = []
+        self._grown: list[tuple[Index, Int32, Int32]] = []
         self._blocks: list[int] = []
         self._copies: list[tuple[int, int]] = []
 
     @property
     def num_rows(self) -> int:
-        return len(self._slots) + len(self._new_slots)
+        return len(self.slots) + len(self._new_slots)
 
-    def set_rows(self, slots: Int32, counts: Int32) -> None:
+    def set_rows(self, slots: Index, counts: Int32) -> None:
         """The rows of requests that already run."""
-        self._slots, self._counts = slots, counts
+        self.slots, self._counts = slots, counts
 
-    def add_blocks(self, rows: Int32, indices: Int32, counts: Int32, blocks: list[int]) -> None:
+    def add_blocks(self, rows: Index, indices: Int32, counts: Int32, blocks: list[int]) -> None:
         """``counts[i]`` of the blocks go to the table of row ``rows[i]``, from ``indices[i]`` on.
         Rows come in order, each once."""
         self._grown.append((rows, indices, counts))
@@ -55,7 +56,7 @@ class PlanBuilder:
         new = NewRequest(
             slot, request.prompt_len, request.params, request.seed, min_stop_ids, request.bad_words
         )
-        row, num_blocks = int32([self.num_rows]), int32([len(request.blocks)])
+        row, num_blocks = np.array([self.num_rows]), int32([len(request.blocks)])
         self.add_blocks(row, NO_ROWS, num_blocks, request.blocks)
         self._new.append((new, request.tokens))
         self._new_slots.append(slot)
@@ -63,23 +64,23 @@ class PlanBuilder:
 
     def build(self, step: int, freed_slots: list[int]) -> StepPlan:
         running = self._running
-        slots, counts = self._slots, self._counts
+        slots, counts = self.slots, self._counts
         if self._new_slots:
-            slots = np.concatenate([slots, int32(self._new_slots)])
+            self.slots = slots = np.concatenate([slots, self._new_slots])
             counts = np.concatenate([counts, int32(self._new_counts)])
         starts = running.computed[slots]
         ends = starts + counts
         totals = running.total[slots]
-        draws = (ends == totals) & (totals < running.limit[slots])
+        draws = ends == totals  # no row computes the last token it may have: nothing follows it
         running.computed[slots] = ends
         running.total[slots] = totals + draws
-        flags = draws.astype(np.uint8) * SAMPLE
+        flags = draws.view(np.uint8) * SAMPLE
         if running.prompt_logprob_slots:
             self._flag_prompt_logprobs(flags, slots, starts)
         block_starts, block_indptr, block_ids = self._block_columns(len(slots))
         return StepPlan(
             step=step,
-            slots=slots,
+            slots=slots.astype(np.int32),
             num_tokens=counts,
             starts=starts,
             flags=flags,
@@ -93,7 +94,7 @@ class PlanBuilder:
             new_token_ids=np.concatenate([ids for _, ids in self._new]) if self._new else EMPTY,
         )
 
-    def _flag_prompt_logprobs(self, flags: np.ndarray, slots: Int32, starts: Int32) -> None:
+    def _flag_prompt_logprobs(self, flags: np.ndarray, slots: Index, starts: Int32) -> None:
         for row, slot in enumerate(slots.tolist()):
             if (
                 slot in self._running.prompt_logprob_slots
@@ -110,7 +111,7 @@ class PlanBuilder:
         if len(self._grown) > 1:
             rows, indices, counts = map(np.concatenate, zip(*self._grown))
         block_starts[rows] = indices
-        indptr[rows + 1] = counts
+        indptr[1:][rows] = counts
         return block_starts, indptr.cumsum(dtype=np.int32), int32(self._blocks)
 
 

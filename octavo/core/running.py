@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.plan import Int32
 from octavo.core.queue import OrderKey
 from octavo.core.request import Request, State
 
 Bools = NDArray[np.bool_]
+Index = NDArray[np.intp]  # slots or rows to index with: NumPy takes others several times as slowly
 
 
 class Running:
@@ -49,7 +49,7 @@ class Running:
             *(self.undrawn, self.watched, self.silent),
             *(self.prompt_logprob_slots, self.entered),
         )
-        self.order: Int32 = np.zeros(0, dtype=np.int32)  # slots in use, first in line first
+        self.order: Index = np.zeros(0, dtype=np.intp)  # slots in use, first in line first
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class Running:
         position = len(order)
         while position and self._key(self.at(int(order[position - 1]))) > key:
             position -= 1
-        grown = np.empty(len(order) + 1, dtype=np.int32)
+        grown = np.empty(len(order) + 1, dtype=np.intp)
         grown[:position] = order[:position]
         grown[position] = slot
         grown[position + 1 :] = order[position:]

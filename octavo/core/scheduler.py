@@ -18,11 +18,11 @@ from octavo.core.block_pool import BlockPool, PrefixMatch
 from octavo.core.events import Counters, Event, EventKind, EventSink, ignore
 from octavo.core.in_flight import InFlight, Issued
 from octavo.core.plan import Int32, StepPlan, StepResult
-from octavo.core.plan_builder import PlanBuilder, int32
+from octavo.core.plan_builder import PlanBuilder
 from octavo.core.prefix import PrefixIndex
 from octavo.core.queue import OrderKey, WaitingQueue, fcfs_key
 from octavo.core.request import Request, State, worst_case_blocks
-from octavo.core.running import Bools, Running
+from octavo.core.running import Bools, Index, Running
 from octavo.types import FinishReason, InvalidRequest
 
 # A prompt chunk beside decoding rows is never cut below this many tokens.
@@ -61,7 +61,7 @@ class Update:
     """What a step's result changed."""
 
     plan: StepPlan
-    rows: Int32  # [m] rows that drew a token for a live request
+    rows: Index  # [m] rows that drew a token for a live request
     handles: np.ndarray  # int64 [m]
     tokens: Int32  # [m]
     finished: list[Request]
@@ -95,8 +95,8 @@ class Scheduler:
         self._in_flight = InFlight()
         self._freed_slots: list[int] = []
         self.finished_early: list[Request] = []  # ended without a step; emptied by the engine
-        self._all_rows = np.arange(limits.max_num_seqs, dtype=np.int32)
-        self._places = np.arange(pool.block_size, dtype=np.int32)
+        self._all_rows = np.arange(limits.max_num_seqs)
+        self._places = np.arange(pool.block_size)
         self._starved = (-1, 0)  # who could not be allocated last, with so many blocks free
         self._step = 0
         self._sequence = 0
@@ -185,12 +185,12 @@ class Scheduler:
         self._freed_slots = []
         self._step += 1
         self.counters.steps += 1
-        self._in_flight.push(plan, self.running.epoch[plan.slots])
-        if self.running.entered or np.count_nonzero(plan.num_tokens > 1):
-            self._advance(plan.slots)  # prompts; what decoding fills is found in ``update``
+        self._in_flight.push(plan, builder.slots, self.running.epoch[builder.slots])
+        if self.running.entered or plan.total_tokens > plan.num_rows:
+            self._advance(builder.slots)  # prompts; what decoding fills is found in ``update``
         return plan
 
-    def _share_budget(self) -> tuple[Int32, Int32, int, int]:
+    def _share_budget(self) -> tuple[Index, Int32, int, int]:
         """(slots that run, tokens for each, budget left, prompt tokens left beside decoding)."""
         running, limits = self.running, self.limits
         order = running.order
@@ -225,28 +225,30 @@ class Scheduler:
         return max(0, min(need, cap, budget, chunk_budget))
 
     def _extend_tables(
-        self, rows: Int32, counts: Int32, builder: PlanBuilder
-    ) -> tuple[Int32, Int32, bool]:
+        self, rows: Index, counts: Int32, builder: PlanBuilder
+    ) -> tuple[Index, Int32, bool]:
         """Blocks for the rows that outgrow theirs. While there are too few, the last in line is
         preempted. Returns the rows and counts that are left, and whether any was."""
         running, size = self.running, self.pool.block_size
         over = running.computed[rows] + counts - running.capacity[rows]  # tokens without a place
-        grown = over > 0
-        if not np.count_nonzero(grown):
+        grown = (over > 0).nonzero()[0]
+        if not len(grown):
             return rows, counts, False
-        missing = (over + (size - 1)) // size * grown
+        missing = (over[grown] + (size - 1)) // size
         preempted = False
         while (total := int(np.add.reduce(missing))) > self.pool.num_free:
             victim = int(running.order[-1])
             self._preempt(victim)
             preempted = True
-            left = rows != victim
-            rows, counts, missing = rows[left], counts[left], missing[left]
-        positions = np.nonzero(missing)[0].astype(np.int32)
-        slots, missing = rows[positions], missing[positions]
+            row = len(rows) - 1  # the last in line: the last row, if it has one
+            if rows[row] == victim:
+                rows, counts = rows[:row], counts[:row]
+                missing, grown = missing[grown < row], grown[grown < row]
+        slots = rows[grown]
+        capacity = running.capacity[slots]
         blocks = self.pool.take(total)
-        builder.add_blocks(positions, running.capacity[slots] // size, missing, blocks)
-        running.capacity[slots] += missing * size
+        builder.add_blocks(grown, capacity // size, missing, blocks)
+        running.capacity[slots] = capacity + missing * size
         taken = 0
         for slot, count in zip(slots.tolist(), missing.tolist()):
             running.at(slot).blocks += blocks[taken : taken + count]
@@ -272,13 +274,13 @@ class Scheduler:
         self._freed_slots.append(slot)
         return request
 
-    def _advance(self, slots: Int32) -> None:
+    def _advance(self, slots: Index) -> None:
         """Makes blocks findable that are full, computed by issued plans, and known by their ids."""
         running, size = self.running, self.pool.block_size
         valid = np.minimum(running.known[slots], running.computed[slots])
         first = running.registered[slots]
-        grown = valid - first >= size
-        if np.count_nonzero(grown):
+        grown = (valid - first >= size).nonzero()[0]
+        if len(grown):
             self._register_full(slots[grown], first[grown], valid[grown])
         if running.entered:
             began = np.isin(slots, list(running.entered)) & (valid == running.known[slots])
@@ -286,7 +288,7 @@ class Scheduler:
                 running.entered.discard(slot)
                 self.prefix.complete(running.at(slot), running.tokens[slot, :count])
 
-    def _register_full(self, slots: Int32, first: Int32, valid: Int32) -> None:
+    def _register_full(self, slots: Index, first: Int32, valid: Int32) -> None:
         """Blocks of tokens ``first`` .. ``valid`` of each slot; in steady decode just one of each,
         so the ids of every first block are taken in one go."""
         running, size = self.running, self.pool.block_size
@@ -384,12 +386,12 @@ class Scheduler:
     def update(self, result: StepResult) -> Update:
         """Takes the result of the oldest plan in flight."""
         issued = self._in_flight.match(result)
-        plan, running = issued.plan, self.running
-        live = running.epoch[plan.slots] == issued.epochs
+        plan, slots, running = issued.plan, issued.slots, self.running
+        live = running.epoch[slots] == issued.epochs
         drew = live & (result.num_accepted > 0)
-        rows, slots, tokens = self._all_rows[: plan.num_rows], plan.slots, result.tokens[:, 0]
+        rows, tokens = self._all_rows[: plan.num_rows], result.tokens[:, 0]
         if np.count_nonzero(drew) < plan.num_rows:
-            rows = np.nonzero(drew)[0].astype(np.int32)
+            rows = drew.nonzero()[0]
             slots, tokens = slots[rows], tokens[rows]
         place = running.known[slots]
         known = place + 1
@@ -399,12 +401,12 @@ class Scheduler:
             self._stamp_first_tokens(slots)
         handles = running.handles[slots]
         row_handles = self._prompt_logprob_handles(result, issued, live)
-        self._advance(slots if len(slots) == plan.num_rows else plan.slots[live])
+        self._advance(slots if len(slots) == plan.num_rows else issued.slots[live])
         finished = self._finish_rows(slots, tokens, known)
         finished += self._finish_silent(plan, live)
         orphans = self._adopt_orphans(result, issued, finished)
         if orphans:
-            extra = int32(list(orphans))
+            extra = np.array(list(orphans))
             rows = np.concatenate([rows, extra])
             tokens = np.concatenate([tokens, result.tokens[extra, 0]])
             handles = np.concatenate([handles, np.array([*orphans.values()], dtype=np.int64)])
@@ -416,8 +418,8 @@ class Scheduler:
         have read what it should have written; forgets all cached content. Returns the ended."""
         ended: dict[int, Request] = {}
         for issued in self._in_flight:
-            live = np.nonzero(self.running.epoch[issued.plan.slots] == issued.epochs)[0]
-            for slot in issued.plan.slots[live].tolist():
+            live = np.nonzero(self.running.epoch[issued.slots] == issued.epochs)[0]
+            for slot in issued.slots[live].tolist():
                 request = self._vacate(slot, keep=False)
                 ended[request.handle] = request
             for request in issued.orphans.values():
@@ -433,7 +435,7 @@ class Scheduler:
         self.pool.forget_all()
         return list(ended.values())
 
-    def _finish_rows(self, slots: Int32, tokens: Int32, known: Int32) -> list[Request]:
+    def _finish_rows(self, slots: Index, tokens: Int32, known: Int32) -> list[Request]:
         running = self.running
         done: Bools = known >= running.limit[slots]
         for eos in self.eos_ids:
@@ -443,7 +445,7 @@ class Scheduler:
         if running.watched:
             done |= np.isin(slots, list(running.watched))
         finished = []
-        for row in np.nonzero(done)[0].tolist():
+        for row in done.nonzero()[0].tolist():
             slot = int(slots[row])
             ending = running.at(slot).ending(int(tokens[row]), int(known[row]), self.eos_ids)
             if ending:
@@ -489,7 +491,7 @@ class Scheduler:
                 finished.append(request)
         return adopted
 
-    def _stamp_first_tokens(self, slots: Int32) -> None:
+    def _stamp_first_tokens(self, slots: Index) -> None:
         """``slots`` have just drawn; for some it was the first token since they were placed."""
         for slot in self.running.undrawn.intersection(slots.tolist()):
             self.running.undrawn.discard(slot)
