@@ -158,7 +158,7 @@ def test_many_leaving_clients_cost_nothing():
         time.sleep(0.3)
         for connection in open_connections:
             connection.close()
-        server.wait_idle(1.0)
+        server.wait_idle(3.0)  # one second is short on a busy machine
         begin = time.monotonic()
         server.complete("say:x")
         assert time.monotonic() - begin < 0.5
