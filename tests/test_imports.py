@@ -18,7 +18,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": EVERYBODY,
     "checkpoint": EVERYBODY,
     "text": EVERYBODY | {"checkpoint"},
+    "collector": set(),
     "engine": EVERYBODY | {"core", "checkpoint"},
+    "engine.process": EVERYBODY | {"engine", "collector"},
     "engine.start": EVERYBODY | {"core", "checkpoint", "engine", "model.facts", "worker"},
     "assembly": EVERYBODY | {"engine.messages", "text"},
     "ops": set(),
@@ -28,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": EVERYBODY | {"ops", "model", "parallel", "checkpoint", "core.plan"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams"}
-    | {"text", "checkpoint"},
+    | {"text", "checkpoint", "collector"},
     "llm": EVERYBODY | {"engine", "assembly", "text", "checkpoint"},
     "cli": {""},
     "__main__": {"cli"},
@@ -41,6 +43,7 @@ WITHOUT_TORCH = {
         "config",
         "core",
         "checkpoint",
+        "collector",
         "text",
         "engine",
         "assembly",

@@ -348,7 +348,7 @@ class ProcessClient:
             entry = entries.get(started.handle)
             if entry is not None:
                 self._start(started.handle, entry)
-                entry.stream.events().started.append(started)
+                entry.stream.more().started.append(started)
         for pair in outputs.pairs():
             entry = entries.get(pair[0])
             if entry is not None:
@@ -357,20 +357,20 @@ class ProcessClient:
                 events.time = stats.time
         for row in outputs.logprobs:
             if (entry := entries.get(row.handle)) is not None:
-                entry.stream.events().logprobs.append(row)
+                entry.stream.more().logprobs.append(row)
         for rows in outputs.prompt_logprobs:
             if (entry := entries.get(rows.handle)) is not None:
-                entry.stream.events().prompt_logprobs.append(rows)
+                entry.stream.more().prompt_logprobs.append(rows)
         for finished in outputs.finished:
             if (entry := entries.get(finished.handle)) is not None:
                 self._end(finished.handle, finished.reason)
-                entry.stream.events().finished.append(finished)
+                entry.stream.more().finished.append(finished)
         for rejected in outputs.rejected:
             if (entry := entries.get(rejected.handle)) is not None:
                 for handle in range(entry.handle, entry.handle + entry.n):
                     if handle in entries:
                         self._end(handle, REJECTED)
-                entry.stream.events().rejected.append(rejected)
+                entry.stream.more().rejected.append(rejected)
         if self.on_step is not None:
             self.on_step(stats)
 

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from octavo import collector
 from octavo.config import EngineConfig
 from octavo.engine.messages import (
     Abort,
@@ -167,6 +168,7 @@ def main() -> int:
     loop = EngineLoop(config, inbox, outbox)
     try:
         loop.start()
+        collector.settle()
         loop.run()
     except Exception as error:
         if not isinstance(error, ConfigError):

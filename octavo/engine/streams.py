@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
 
 from octavo.engine.messages import (
     Finished,
@@ -14,27 +15,27 @@ from octavo.engine.messages import (
 )
 
 
-class StepEvents:
-    """What happened to a stream's handles since it was last read, in order."""
+@dataclass(slots=True)
+class MoreEvents:
+    """All but tokens: what most steps do not bring."""
 
-    __slots__ = (
-        "finished",
-        "logprobs",
-        "prompt_logprobs",
-        "rejected",
-        "started",
-        "time",
-        "tokens",
-    )
+    logprobs: list[TokenLogprobRow] = field(default_factory=list)  # in the order of the tokens
+    prompt_logprobs: list[PromptLogprobRows] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+
+
+class StepEvents:
+    """What happened to a stream's handles since it was last read, in order. One is made per stream
+    and step, so it holds little."""
+
+    __slots__ = ("more", "time", "tokens")
 
     def __init__(self) -> None:
         self.time = 0.0  # of the latest step in it
         self.tokens: list[tuple[int, int]] = []  # (handle, token id)
-        self.logprobs: list[TokenLogprobRow] = []  # in the order of ``tokens``
-        self.prompt_logprobs: list[PromptLogprobRows] = []
-        self.started: list[Started] = []
-        self.finished: list[Finished] = []
-        self.rejected: list[Rejected] = []
+        self.more: MoreEvents | None = None
 
 
 class RequestStream(AsyncIterator[StepEvents]):
@@ -79,6 +80,13 @@ class RequestStream(AsyncIterator[StepEvents]):
             self._pending = StepEvents()
             self.wake()
         return self._pending
+
+    def more(self) -> MoreEvents:
+        """Where the next events go that are no tokens."""
+        events = self.events()
+        if events.more is None:
+            events.more = MoreEvents()
+        return events.more
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

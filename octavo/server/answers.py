@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from functools import cached_property
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
 from octavo.server.state import ServerState
-from octavo.server.streaming import EventStream, encode_json, members
+from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
 from octavo.types import FinishReason, InvalidRequest, SamplingParams
 
 logger = logging.getLogger("octavo")
@@ -25,6 +25,7 @@ class Answer(ABC):
     """A response in the making. Subclasses give the shape of a choice and of events."""
 
     kind: ClassVar[str]
+    event_kind: ClassVar[str]
     body: GenerationRequest
 
     def __init__(
@@ -58,8 +59,18 @@ class Answer(ABC):
         """A finished choice of a whole response."""
 
     @abstractmethod
-    def frames(self) -> AsyncIterator[bytes]:
-        """The events of a streamed response, [DONE] included."""
+    def events(self, batch: list[Piece]) -> bytes:
+        """The events that these pieces make; b"" for none."""
+
+    @cached_property
+    def frames(self) -> Frames:
+        """Of a streamed response."""
+        return Frames({**self.head(), "object": self.event_kind})
+
+    def ending(self) -> bytes:
+        """What follows the last piece's events."""
+        usage = self.final_usage()
+        return self.frames.frame(b"", usage) + DONE if usage else DONE
 
     def head(self) -> dict[str, object]:
         return {
@@ -179,7 +190,7 @@ async def respond(
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
     await generation.begin()
     if body.stream:
-        return EventStream(generation, answer.frames())
+        return EventStream(answer)
     try:
         content = await answer.whole()
     finally:

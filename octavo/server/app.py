@@ -72,15 +72,14 @@ def create_app(state: ServerState) -> App:
     _add_facts_routes(api, state)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     server = state.server
-    guarded: App = KeyGuard(api, server.api_key, server.root_path)
-    guarded = RequestIds(guarded, server.enable_request_id_headers)
-    return CORSMiddleware(
-        guarded,
+    guarded: App = CORSMiddleware(
+        KeyGuard(api, server.api_key, server.root_path),
         allow_origins=server.allowed_origins,
         allow_methods=server.allowed_methods,
         allow_headers=server.allowed_headers,
         expose_headers=["x-request-id", "retry-after"],
     )
+    return RequestIds(guarded, server.enable_request_id_headers)
 
 
 def _add_generating_routes(api: FastAPI, state: ServerState) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from octavo.server.answers import Answer
@@ -10,7 +9,7 @@ from octavo.server.generation import Choice, Piece
 from octavo.server.logprobs import chat_entries, prompt_logprobs
 from octavo.server.protocol import ChatFields, ChatRequest, Message
 from octavo.server.state import ServerState
-from octavo.server.streaming import DONE, Frames, encode_json, members
+from octavo.server.streaming import encode_json, members
 from octavo.text.chat import ChatTemplate, check_template_variables
 from octavo.types import InvalidRequest
 
@@ -75,6 +74,7 @@ class ChatAnswer(Answer):
     """The response to a chat request, whole or as events."""
 
     kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
     body: ChatRequest
 
     # ---- whole ----
@@ -104,21 +104,15 @@ class ChatAnswer(Answer):
 
     # ---- events ----
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        frames = Frames({**self.head(), "object": "chat.completion.chunk"})
-        plain = not (self.body.logprobs or self.body.return_token_ids)
-        async for batch in self.generation.pieces():
-            out = []
-            for piece in batch:
-                if piece.is_first:
-                    out.append(frames.frame(*self._opening(piece.choice)))
-                if piece.text or piece.is_last or not plain:
-                    out.append(frames.frame(self._event(piece, plain), self.chunk_tail(piece)))
-            if out:
-                yield b"".join(out)
-        if usage := self.final_usage():
-            yield frames.frame(b"", usage)
-        yield DONE
+    def events(self, batch: list[Piece]) -> bytes:
+        frame, plain = self.frames.frame, not (self.body.logprobs or self.body.return_token_ids)
+        out = []
+        for piece in batch:
+            if piece.is_first:
+                out.append(frame(*self._opening(piece.choice)))
+            if piece.text or piece.is_last or not plain:
+                out.append(frame(self._event(piece, plain), self.chunk_tail(piece)))
+        return b"".join(out)
 
     def _opening(self, choice: Choice) -> tuple[bytes, bytes]:
         """The first event of a choice: its role, and whatever belongs to the prompt."""

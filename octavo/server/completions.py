@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +10,7 @@ from octavo.server.generation import Choice, Piece
 from octavo.server.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from octavo.server.protocol import CompletionRequest
 from octavo.server.state import ServerState
-from octavo.server.streaming import DONE, Frames, encode_json, members
+from octavo.server.streaming import encode_json, members
 from octavo.types import InvalidRequest
 
 
@@ -45,7 +44,7 @@ async def prompts_of(
 class CompletionAnswer(Answer):
     """The response to a completion request, whole or as events."""
 
-    kind = "text_completion"
+    kind = event_kind = "text_completion"
     body: CompletionRequest
 
     @cached_property
@@ -84,21 +83,21 @@ class CompletionAnswer(Answer):
 
     # ---- events ----
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        frames = Frames(self.head())
-        plain = not (self.body.echo or self.body.logprobs is not None or self.body.return_token_ids
-                     or self.body.prompt_logprobs is not None)  # fmt: skip
-        async for batch in self.generation.pieces():
-            out = [
-                frames.frame(self._event(piece, plain), self.chunk_tail(piece))
+    @cached_property
+    def _plain(self) -> bool:
+        body = self.body
+        reported = body.logprobs is not None or body.prompt_logprobs is not None
+        return not (body.echo or reported or body.return_token_ids)
+
+    def events(self, batch: list[Piece]) -> bytes:
+        frame, plain = self.frames.frame, self._plain
+        return b"".join(
+            [
+                frame(self._event(piece, plain), self.chunk_tail(piece))
                 for piece in batch
                 if piece.text or piece.is_last or not plain
             ]
-            if out:
-                yield b"".join(out)
-        if usage := self.final_usage():
-            yield frames.frame(b"", usage)
-        yield DONE
+        )
 
     def _event(self, piece: Piece, plain: bool) -> bytes:
         choice = piece.choice

@@ -17,7 +17,7 @@ from octavo.engine.messages import (
     TokenLogprobRow,
     unpack_ids,
 )
-from octavo.engine.streams import RequestStream, StepEvents
+from octavo.engine.streams import MoreEvents, RequestStream, StepEvents
 from octavo.server.auth import Receive
 from octavo.server.errors import ClientGone, StepError
 from octavo.server.state import ServerState
@@ -211,34 +211,32 @@ class Generation:
         self._state.client.abort(list(self._stream.open))
 
     def _refuse_rejected(self, events: StepEvents) -> None:
-        for rejected in events.rejected:
+        for rejected in events.more.rejected if events.more else ():
             raise InvalidRequest(rejected.message, rejected.param)
 
     # ---- receiving ----
 
     def _apply(self, events: StepEvents) -> list[Piece]:
-        if len(events.tokens) == 1 and not (
-            events.finished or events.started or events.rejected
-            or events.logprobs or events.prompt_logprobs
-        ):  # fmt: skip
+        if len(events.tokens) == 1 and events.more is None:
             handle, token = events.tokens[0]  # by far the most frequent case
             choice = self.choices[handle - self._first_handle]
             return [self._extended(choice, [token], [], events.time, None)]
         return list(self._apply_any(events))
 
     def _apply_any(self, events: StepEvents) -> Iterator[Piece]:
+        more = events.more or MoreEvents()
         self._refuse_rejected(events)
-        for started in events.started:
+        for started in more.started:
             choice = self.choices[started.handle - self._first_handle]
             choice.timings.first_scheduled = started.time
             if choice.handle == choice.prompt.handle:
                 choice.prompt.num_cached = started.num_cached_tokens
                 self._state.metrics.num_prompt_tokens += len(choice.prompt.ids)
                 self._state.metrics.num_cached_tokens += started.num_cached_tokens
-        for rows in events.prompt_logprobs:
+        for rows in more.prompt_logprobs:
             self._keep_prompt_logprobs(rows)
-        finished = {end.handle: end for end in events.finished}
-        tokens, logprobs = self._sorted(events)
+        finished = {end.handle: end for end in more.finished}
+        tokens, logprobs = self._sorted(events.tokens, more.logprobs)
         for handle, ids in tokens.items():
             choice = self.choices[handle - self._first_handle]
             if choice.finish_reason is None:
@@ -251,17 +249,17 @@ class Generation:
                 yield self._extended(choice, [], [], events.time, end)
 
     def _sorted(
-        self, events: StepEvents
+        self, pairs: list[tuple[int, int]], rows: list[TokenLogprobRow]
     ) -> tuple[dict[int, list[int]], dict[int, list[TokenLogprobRow]]]:
         """Tokens and logprob rows by handle."""
         tokens: dict[int, list[int]] = {}
-        for handle, token in events.tokens:
+        for handle, token in pairs:
             if handle in tokens:
                 tokens[handle].append(token)
             else:
                 tokens[handle] = [token]
         logprobs: dict[int, list[TokenLogprobRow]] = {}
-        for row in events.logprobs:
+        for row in rows:
             logprobs.setdefault(row.handle, []).append(row)
         return tokens, logprobs
 

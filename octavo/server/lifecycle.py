@@ -21,6 +21,7 @@ from typing import Protocol
 
 import uvloop
 
+from octavo import collector
 from octavo.checkpoint.locate import ModelFiles
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.client import ProcessClient
@@ -176,6 +177,7 @@ class Server:
     def _announce(self) -> None:
         info = self._client.info
         self._state.metrics.size_by_tokens(info.max_model_len)
+        collector.settle()
         self._state.loaded = True
         self._log.ready(info, self._address)
         if self._state.template is None and not self._config.model.skip_tokenizer_init:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
 
 from octavo.server.auth import Receive, Scope, Send
 from octavo.server.errors import ClientGone, error_body
-from octavo.server.generation import Generation
+from octavo.server.generation import Generation, Piece
 from octavo.types import OctavoError
 
 logger = logging.getLogger("octavo")
@@ -36,15 +37,26 @@ def members(**values: object) -> bytes:
     return b"".join(b',"' + name.encode() + b'":' + encode_json(v) for name, v in values.items())
 
 
+class StreamedAnswer(Protocol):
+    """What an EventStream needs of an answer."""
+
+    generation: Generation
+
+    def events(self, batch: list[Piece]) -> bytes:
+        """The events that these pieces make; b"" for none."""
+
+    def ending(self) -> bytes:
+        """What follows the last piece's events."""
+
+
 class EventStream(Response):
-    """Sends frames as they come, and closes the generation however that ends.
+    """Sends events as they come, and closes the generation however that ends.
 
     An error after the start becomes an ``error`` event, and the stream ends without [DONE].
     """
 
-    def __init__(self, generation: Generation, frames: AsyncIterator[bytes]) -> None:
-        self.generation = generation
-        self.frames = frames
+    def __init__(self, answer: StreamedAnswer) -> None:
+        self.answer = answer
         self.status_code = 200
         self.background = None
         self.media_type = "text/event-stream"
@@ -57,19 +69,25 @@ class EventStream(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send_body: Send = scope["octavo.send"]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                async for frame in self.frames:
-                    await send_body({"type": BODY, "body": frame, "more_body": True})
-            except ClientGone:
-                return
-            except Exception as error:
-                if not isinstance(error, OctavoError):
-                    logger.exception("a stream failed")
-                frame = b"data: " + error_body(error) + b"\n\n"
-                await send_body({"type": BODY, "body": frame, "more_body": True})
-            await send({"type": BODY, "body": b"", "more_body": False})
+            # A task of its own: to resume this one for each token goes through all middlewares.
+            await asyncio.create_task(self._send_events(scope["octavo.send"]))
         finally:
-            self.generation.close()
+            self.answer.generation.close()
+
+    async def _send_events(self, send: Send) -> None:
+        answer = self.answer
+        try:
+            async for batch in answer.generation.pieces():
+                if events := answer.events(batch):
+                    await send({"type": BODY, "body": events, "more_body": True})
+            last = answer.ending()
+        except ClientGone:
+            return
+        except Exception as error:
+            if not isinstance(error, OctavoError):
+                logger.exception("a stream failed")
+            last = b"data: " + error_body(error) + b"\n\n"
+        await send({"type": BODY, "body": last, "more_body": True})
+        await send({"type": BODY, "body": b"", "more_body": False})

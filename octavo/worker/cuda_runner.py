@@ -7,7 +7,6 @@ the common path gives, are enqueued kernel by kernel, hidden behind the step bef
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -128,8 +127,6 @@ class CudaRunner:
             clock.enter("graphs")
             with _out_of_memory("graphs", self.config, sizes, memory):
                 self._prepare_graphs(sizes)
-        gc.collect()
-        gc.freeze()  # what start-up left is not looked through again
         return WorkerInfo(
             architecture=spec.architecture,
             dtype=str(self.model.dtype).removeprefix("torch."),

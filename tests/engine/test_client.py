@@ -45,7 +45,7 @@ async def collect(stream):
     tokens, finished = [], []
     async for events in stream:
         tokens += events.tokens
-        finished += events.finished
+        finished += events.more.finished if events.more else []
     return tokens, finished
 
 

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from octavo import collector
 from octavo.cli.bench.datasets import Sample
 
 
@@ -105,6 +106,7 @@ async def send_all(
 
     Returns the traces in the order of ``samples`` and the seconds from the first to the last event.
     """
+    collector.settle()
     gate = asyncio.Semaphore(max_concurrency or len(samples))
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=60)
     connector = aiohttp.TCPConnector(limit=0, ssl=target.verify_tls)
