@@ -169,7 +169,8 @@ class SchedulerConfig:
     adaptive_chunks: bool = flag(
         True,
         "while requests decode, keep prompt chunks so short that a step takes at most twice its "
-        "time without them; off (octavo.LLM): throughput alone counts",
+        "time without them (more if a crowd of prompts waits); off (octavo.LLM): throughput alone "
+        "counts",
         group="scheduler",
     )
     long_prefill_token_threshold: int = flag(

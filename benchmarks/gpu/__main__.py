@@ -1,8 +1,9 @@
 """Octavo on one GPU against vLLM 0.26.0's figures there, offline, greedy, random BF16 weights.
 
-    python -m benchmarks.gpu [--quick] [--model llama-8b] [--only bs1 mixed512]
+    python -m benchmarks.gpu [--quick] [--deterministic] [--model llama-8b] [--only bs1 mixed512]
 
-One process per model shape; best and median of three repetitions with fresh prompts. The bars were
+One process per model shape (with --deterministic a second one, that prints what the flag costs);
+best and median of three repetitions with fresh prompts. The bars were
 measured on one NVIDIA H200 and say nothing elsewhere. ``--model tiny`` runs a small shape on any
 machine, to test this program. Writes benchmarks/results/gpu.json (a part of the table:
 gpu_partial.json).
@@ -29,9 +30,9 @@ console = Console(width=None if sys.stdout.isatty() else 140)
 REPETITIONS = 3
 
 
-def subject(shape: str, repetitions: int, rows: list[str]) -> Iterator[dict[str, Any]]:
+def subject(shape: str, repetitions: int, rows: list[str], *flags: str) -> Iterator[dict[str, Any]]:
     """What a subject's process tells, as it comes."""
-    command = [sys.executable, "-m", "benchmarks.gpu.subject", shape, "--rows", *rows]
+    command = [sys.executable, "-m", "benchmarks.gpu.subject", shape, *flags, "--rows", *rows]
     command += ["--repetitions", str(repetitions)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -93,8 +94,20 @@ def measure(shape: str, rows: list[str], repetitions: int, starts: int) -> dict[
     return found
 
 
+def add_price(shape: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Adds to the rows what they take with --deterministic: one repetition each."""
+    told = subject(shape, 1, [name for name in rows if name != START], "--deterministic")
+    next(told)
+    for facts in told:
+        entry, seconds = rows[facts["row"]], facts["seconds"][0]
+        entry["deterministic_seconds"] = seconds
+        entry["price"] = seconds / min(entry["seconds"])
+        console.print(f"{shape} {entry['title']}, deterministic: {seconds:.4g} s")
+
+
 def show(results: dict[str, dict[str, Any]]) -> None:
-    table = Table("shape", "workload", "best", "median", "vLLM 0.26", "speed-up", "at least", "aim")
+    columns = ("best", "median", "vLLM 0.26", "speed-up", "at least", "aim", "deterministic")
+    table = Table("shape", "workload", *columns)
     for shape, found in results.items():
         for entry in found["rows"].values():
             cells = [f"{entry['best']:.4g} {entry['unit']}", f"{entry['median']:.4g}"]
@@ -103,6 +116,8 @@ def show(results: dict[str, dict[str, Any]]) -> None:
             if "least" in entry:
                 missed = "" if entry["met"] else " MISSED"
                 cells += [f"{entry['least']:g}{missed}", f"{entry['aim']:g}"]
+            if "price" in entry:
+                cells += [""] * (6 - len(cells)) + [f"x {entry['price']:.2f}"]
             table.add_row(shape, entry["title"], *cells)
     console.print(table)
 
@@ -113,6 +128,9 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", choices=list(SHAPES), default=list(GPU_SHAPES))
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="ROW")
     parser.add_argument("--quick", action="store_true", help="one repetition")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="also the price of that flag, for each row"
+    )
     parser.add_argument("--save-as", help="name of the file in results/")
     options = parser.parse_args()
     whole = options.model == list(GPU_SHAPES) and options.only == names and not options.quick
@@ -123,6 +141,8 @@ def main() -> None:
         rows = [name for name in options.only if name != START]
         starts = repetitions if START in options.only else 0
         results[shape] = measure(shape, rows, repetitions, starts)
+        if options.deterministic:
+            add_price(shape, results[shape]["rows"])
     show(results)
     seconds = time.monotonic() - began
     content = {"gpus": gpus(), "seconds": round(seconds, 1), "models": results}

@@ -11,7 +11,7 @@ from typing import Any
 from octavo import LLM, SamplingParams
 from octavo.engine.admission import prepare
 from octavo.engine.messages import Outputs
-from octavo.types import FinishReason, RequestOutput
+from octavo.types import FinishReason, InvalidRequest, RequestOutput
 
 NEAR_TIE = 0.5  # of log-probabilities: what 16 bits may turn round
 ABORT_SHARE = 0.25
@@ -157,11 +157,15 @@ class Load:
             prompt = (self._stem[:beginning] + tail)[:room]
             params = params.clone(n=min(params.n, info.max_num_seqs))
         words = [[rng.randrange(info.vocab_size) for _ in range(2)] for _ in range(30)]
-        request = prepare(
-            info, params, prompt, handle=self._next_handle, request_id=str(self._next_handle),
-            arrival=time.monotonic(),
-            bad_words=words if golden is None and rng.random() < 0.05 else None,
-        )  # fmt: skip
+        bad_words = words if golden is None and rng.random() < 0.05 else None
+        try:
+            request = prepare(
+                info, params, prompt, handle=self._next_handle, request_id=str(self._next_handle),
+                arrival=time.monotonic(), bad_words=bad_words,
+            )  # fmt: skip
+        except InvalidRequest:  # n long answers may need more blocks than there are
+            self.counts["refused"] += 1
+            return
         leaves = rng.randrange(20) if rng.random() < ABORT_SHARE else None
         for choice in range(params.n):
             self._open[self._next_handle + choice] = Open(params, golden, leaves_after=leaves)

@@ -69,14 +69,18 @@ def tell(facts: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=list(workload.SHAPES))
-    parser.add_argument("--rows", nargs="*", default=[])
+    known = [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="*", choices=known, default=[], metavar="ROW")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--deterministic", action="store_true")
     options = parser.parse_args()
     shape, names = options.shape, options.rows
     scale, vocabulary = workload.scale_of(shape), workload.vocabulary_of(shape)
     path = str(workload.model_directory(shape))
     settings = {**workload.settings_of(shape), "max_num_seqs": options.max_num_seqs}
+    if options.deterministic:
+        settings["deterministic"] = True
     with closing(LLM(path, **settings)) as llm:
         info = llm.info
         tell(

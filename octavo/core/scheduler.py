@@ -32,14 +32,15 @@ MIN_CHUNK = 128
 class StepCost(Protocol):
     """What steps cost, as measured by the engine; passed in, like the clock."""
 
-    def chunk_limit(self, num_decode_rows: int) -> int:
-        """Most prompt tokens that keep a step with so many decoding rows under twice its time."""
+    def chunk_limit(self, num_decode_rows: int, num_prompts: int) -> int:
+        """Most prompt tokens beside so many decoding rows, while so many prompts could be computed:
+        few prompts stay under twice the time of the decode step."""
 
 
 class NoLimit:
     """The cost table of someone who has measured nothing."""
 
-    def chunk_limit(self, num_decode_rows: int) -> int:
+    def chunk_limit(self, num_decode_rows: int, num_prompts: int) -> int:
         return np.iinfo(np.int32).max
 
 
@@ -215,7 +216,10 @@ class Scheduler:
         limits = self.limits
         if not (num_decode_rows and limits.chunked_prefill and limits.adaptive_chunks):
             return int(np.iinfo(np.int32).max)
-        return max(MIN_CHUNK, self._cost.chunk_limit(num_decode_rows))
+        num_running = len(self.running)
+        admissible = min(len(self.waiting), limits.max_num_seqs - num_running)
+        num_prompts = num_running - num_decode_rows + admissible
+        return max(MIN_CHUNK, self._cost.chunk_limit(num_decode_rows, num_prompts))
 
     def _chunk(self, need: int, budget: int, chunk_budget: int) -> int:
         """Tokens of ``need`` that a row may compute in this plan; 0: none."""

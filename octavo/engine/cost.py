@@ -14,7 +14,11 @@ SMOOTHING = 0.2
 # Until a prompt has been seen: a chunk that is quick on any device.
 FIRST_CHUNK = 256
 # Of what the rule allows: averages lag behind contexts that grow.
-CAUTION = 0.9
+CAUTION = 0.8
+# Prompts are a crowd when there are more than so many, and more than this share of the decoding
+# rows: a place whose prompt waits decodes nothing, and many such places cost more than long steps.
+CROWD = 4
+CROWD_SHARE = 1 / 16
 # Shorter prompts say little about the price of a token.
 MIN_PROMPT_TOKENS = 32
 
@@ -57,13 +61,16 @@ class StepCosts:
         nearest = min(self._decode, key=lambda seen: abs(seen.bit_length() - bucket.bit_length()))
         return self._decode[nearest]
 
-    def chunk_limit(self, num_decode_rows: int) -> int:
+    def chunk_limit(self, num_decode_rows: int, num_prompts: int) -> int:
         """Prompt tokens that nearly double the time of a decode step with so many rows, rounded
-        down to few sizes, so that a device can prepare for them."""
+        down to few sizes, so that a device can prepare for them. In a crowd they may take more,
+        in proportion: else new requests come faster than they are computed, until they wait in
+        half of all places."""
         decode = self.decode_seconds(num_decode_rows)
         if decode is None or not self._prompt:
             return FIRST_CHUNK
-        return _rounded(int(self._tokens_in(CAUTION * decode)))
+        share = max(1.0, num_prompts / max(CROWD, CROWD_SHARE * num_decode_rows))
+        return _rounded(int(self._tokens_in(CAUTION * share * decode)))
 
     def _tokens_in(self, seconds: float) -> float:
         """How many prompt tokens add so much to a step: between what was seen, straight lines."""

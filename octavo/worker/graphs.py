@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -107,7 +108,7 @@ class Graphs:
         self._max_rows = max_rows
         self._max_tokens = max_tokens
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = capture_stream(torch.cuda.current_device())
         self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._failed: set[Shape] = set()
         self._warm: set[Shape] = set()  # enqueued before, not captured
@@ -182,6 +183,12 @@ class Graphs:
         self._warm.discard(shape)
         if not shape.prompt_rows:
             bisect.insort(self._decode_sizes, shape.decode_rows)
+
+
+@cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all engines of a process: cuBLAS keeps 32 MiB for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 def reserve_small_tensors() -> None:

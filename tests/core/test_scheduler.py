@@ -35,19 +35,25 @@ def test_the_long_prefill_threshold_caps_one_request_not_the_step():
 
 def test_beside_decoding_rows_a_chunk_is_what_the_cost_table_allows_but_128_at_least():
     class Costs:
-        limit = 200
+        limit, asked = 200, None
 
-        def chunk_limit(self, num_decode_rows):
+        def chunk_limit(self, num_decode_rows, num_prompts):
+            self.asked = num_decode_rows, num_prompts
             return self.limit
 
     costs = Costs()
-    h = Harness(num_blocks=1024, max_num_batched_tokens=2048, max_model_len=2048, cost=costs)
+    limits = {"max_num_batched_tokens": 2048, "max_model_len": 2048, "max_num_seqs": 4}
+    h = Harness(num_blocks=1024, cost=costs, **limits)
     h.add([5, 6, 7])
     h.step()
     h.add(range(1000))
     assert h.schedule().num_tokens.tolist() == [1, 200]
+    assert costs.asked == (1, 1)
     costs.limit = 5
+    for start in (1000, 2000, 3000):
+        h.add(range(start, start + 900))
     assert h.schedule().num_tokens.tolist() == [1, 128]
+    assert costs.asked == (1, 3)  # one that runs, and two for which there are places
 
 
 def test_without_chunking_a_prompt_waits_until_it_fits_the_step():

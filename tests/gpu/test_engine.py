@@ -309,4 +309,4 @@ def test_a_closed_engine_has_given_its_memory_back() -> None:
         with engine(models.path("L64"), "bfloat16", kv_cache_memory_bytes=1 << 30) as llm:
             llm.generate(PROMPTS[:4], GREEDY, use_tqdm=False)
             assert torch.cuda.memory_allocated() > 1 << 30
-        assert torch.cuda.memory_allocated() < 64 << 20
+        assert torch.cuda.memory_allocated() < 128 << 20  # cuBLAS keeps 32 MiB per stream

@@ -70,10 +70,11 @@ class FakeCuda:
         for name, value in {
             "graph_pool_handle": lambda: self.pool,
             "CUDAGraph": self._graph,
-            "Stream": lambda: None,
+            "current_device": lambda: 0,
             "stream": lambda stream: nullcontext(),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(graphs, "capture_stream", lambda device: None)
         monkeypatch.setattr(graphs, "reserve_small_tensors", self._reserve)
 
     def record(self, shape: Shape) -> None:
