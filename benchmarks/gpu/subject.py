@@ -1,12 +1,14 @@
 """A process with one engine: ``python -m benchmarks.gpu.subject SHAPE [--rows bs1 bs8]``.
 
 Prints a line of JSON once it is ready and one per row; with no rows it only starts and ends.
+``--profile DIR``: also where each row's GPU time goes, on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from contextlib import closing
 from typing import Any
@@ -15,6 +17,7 @@ from benchmarks.cpu_workload import Work
 from benchmarks.gpu import workload
 from benchmarks.gpu.workload import ROWS, Row
 from octavo import LLM, SamplingParams
+from octavo.cli.bench.latency import profile_report
 from octavo.cli.console import process_age
 
 
@@ -74,6 +77,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--profile", metavar="DIR", help="trace each row once more, into DIR")
     options = parser.parse_args()
     shape, names = options.shape, options.rows
     scale, vocabulary = workload.scale_of(shape), workload.vocabulary_of(shape)
@@ -101,6 +105,11 @@ def main() -> None:
         for row in ROWS:
             if row.name in names:
                 tell(measure(llm, row, options.repetitions, scale, vocabulary))
+                if options.profile:
+                    work = row.make(options.repetitions, scale, vocabulary)
+                    llm.start_profile(options.profile)
+                    run(llm, work)
+                    print(row.title, profile_report(llm.stop_profile()), sep="\n", file=sys.stderr)
 
 
 if __name__ == "__main__":
