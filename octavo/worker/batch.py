@@ -46,10 +46,7 @@ class Rows:
 def order_rows(plan: StepPlan) -> Rows:
     single = plan.num_tokens == 1
     decode_rows = int(np.count_nonzero(single))
-    if decode_rows in (0, plan.num_rows):
-        order = np.arange(plan.num_rows)
-        return Rows(order, plan.slots, plan.starts, plan.num_tokens, plan.flags, decode_rows)
-    order = np.argsort(~single, kind="stable")
+    order = np.argsort(np.where(single, -plan.starts, 1), kind="stable")
     return Rows(
         order,
         plan.slots[order],
