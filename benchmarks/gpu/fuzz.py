@@ -31,11 +31,11 @@ MODELS = ("L64", "Q128", "R-bf16")
 MAX_LEN = 384
 CLIENTS = 40
 SANITIZE = """\
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
-    python -m benchmarks.gpu.fuzz --seconds {seconds:g} --lives 4 --eager
-compute-sanitizer --tool memcheck --error-exitcode 9 \\
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \\
+    --error-exitcode 9 python -m benchmarks.gpu.fuzz --seconds {seconds:g} --lives 4 --eager
+compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \\
     python -m benchmarks.gpu.fuzz --seconds {seconds:g} --lives 4
-compute-sanitizer --tool racecheck --error-exitcode 9 \\
+compute-sanitizer --tool racecheck --kernel-name kns=_kernel --error-exitcode 9 \\
     python -m benchmarks.gpu.fuzz --seconds {seconds:g} --lives 4 --eager
 """
 

@@ -18,7 +18,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step, its n rows in computing order: rows of a single token first."""
+    """One step, its n rows in computing order (see Rows)."""
 
     forward: ForwardBatch
     plan_rows: Int64  # [n] the plan's row behind each row here
@@ -33,7 +33,8 @@ class StepBatch:
 
 @dataclass(slots=True)
 class Rows:
-    """A plan's n rows in computing order: rows of a single token first."""
+    """A plan's n rows in computing order: rows of a single token first, those with the longest
+    context foremost. A GPU starts programs in the order of rows: the last should end soon."""
 
     plan_rows: Int64  # [n] the plan's row behind each row here
     slots: Int32
