@@ -34,7 +34,7 @@ $(BIN)/python:
 	@echo "==> virtual environment $(VENV) ($(PYTHON))"
 	@$(PYTHON) -m venv $(VENV) || { echo "no venv module: install it (Debian, Ubuntu: apt install python3-venv)"; exit 2; }
 
-$(BIN)/.octavo: pyproject.toml scripts/install_torch.py | $(BIN)/python
+$(BIN)/.octavo: pyproject.toml setup.py $(wildcard csrc/*) scripts/install_torch.py | $(BIN)/python
 	@echo "==> torch"
 	@$(BIN)/python scripts/install_torch.py "$(TORCH)" "$(TORCH_INDEX)"
 	@echo "==> octavo and what it needs"

@@ -24,7 +24,11 @@ _DEFINITIONS = (
 )
 # Imported where the device is used: importing Triton takes a third of a second.
 _BY_DEVICE: dict[str, tuple[str, ...]] = {
-    "cpu": ("octavo.ops.cpu.norm", "octavo.ops.cpu.linear", "octavo.ops.cpu.attention"),
+    "cpu": (
+        "octavo.ops.cpu.norm",
+        "octavo.ops.cpu.linear",
+        "octavo.ops.cpu.attention",
+    ),
     "cuda": (
         "octavo.ops.triton.norm",
         "octavo.ops.triton.linear",

@@ -1,0 +1,22 @@
+"""Builds the CPU kernels (csrc/) into octavo.ops.native where a C++ compiler is found.
+
+``optional``: without a compiler, or where it fails, octavo is installed all the same and computes
+with torch alone. The rest of the project's description is in pyproject.toml.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
+# Compiled with OpenMP but not linked with it: at run time torch's own is found, so that the kernels
+# and torch's operators share one team of threads.
+FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno"]
+
+kernels = Extension(
+    "octavo.ops.native.kernels", SOURCES, depends=HEADERS, extra_compile_args=FLAGS, optional=True
+)
+supported = platform.system() == "Linux" and platform.machine() == "x86_64"
+setup(ext_modules=[kernels] if supported else [])
