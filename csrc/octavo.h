@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "numbers.h"
+
 #define OCTAVO_API extern "C" __attribute__((visibility("default")))
 
 // Bits of octavo_features().
@@ -19,3 +21,12 @@ enum {
 
 // What this CPU and its operating system can run.
 OCTAVO_API int64_t octavo_features();
+
+// y = x / sqrt(mean(x^2) + eps) * weight. x, y: [rows, size]; weight: [size].
+#define OCTAVO_NORM(name, T)                                                                 \
+  OCTAVO_API void name(const T* x, const T* weight, T* y, int64_t rows, int64_t size, float eps)
+OCTAVO_NORM(octavo_norm_f32_avx2, float);
+OCTAVO_NORM(octavo_norm_f32_avx512, float);
+OCTAVO_NORM(octavo_norm_bf16_avx2, octavo::bf16);
+OCTAVO_NORM(octavo_norm_bf16_avx512, octavo::bf16);
+#undef OCTAVO_NORM

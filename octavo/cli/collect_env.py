@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from octavo import __version__
@@ -59,6 +60,7 @@ def collect() -> dict[str, str]:
         "cpu": _cpu(),
         "cores": f"{available_cores()} usable",
         "memory": f"{size(available_memory())} free",
+        "cpu kernels": "built" if find_spec("octavo.ops.native.kernels") else "not built",
         "gpus": _gpus(),
         "model cache": "present" if model_cache_dir().is_dir() else "empty",
         "kernel cache": _kernels(),

@@ -20,6 +20,7 @@ from octavo.model.rope import Rope
 from octavo.model.spec import DecoderSpec, LayerSpec, TensorScaling
 from octavo.model.versions import choose_versions
 from octavo.ops.attention import AttentionGeometry, PagedAttention
+from octavo.ops.native import library as native
 from octavo.quant.dense import Dense
 
 
@@ -135,6 +136,8 @@ class Model:
         self.dtype = dtype
         self.device = device
         self.reasons: dict[str, str] = {}
+        if device == "cpu" and (problem := native.problem()):
+            self.reasons["cpu kernels"] = problem
         self.weight_bytes = 0
         chosen = choose_versions(spec, dtype, device, deterministic)
         self.implementations = {op: version.name for op, version in chosen.items()}

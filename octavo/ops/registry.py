@@ -28,6 +28,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.cpu.norm",
         "octavo.ops.cpu.linear",
         "octavo.ops.cpu.attention",
+        "octavo.ops.native.norm",
     ),
     "cuda": (
         "octavo.ops.triton.norm",

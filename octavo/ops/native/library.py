@@ -7,12 +7,15 @@ torch's OpenMP threads, so torch must have been imported before.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from enum import IntFlag
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch  # noqa: F401  (brings the OpenMP runtime whose threads the kernels use)
+
+Kernel = Callable[..., None]
 
 
 class Features(IntFlag):
@@ -24,18 +27,31 @@ class Features(IntFlag):
 
 
 @cache
-def load() -> ctypes.CDLL | None:
-    """None where no compiler was found when octavo was installed, or the build is of no use."""
+def _found() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or why there is none."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name("kernels" + suffix)
         if path.exists():
             try:
                 library = ctypes.CDLL(str(path))
-            except OSError:
-                return None
+            except OSError as error:
+                return None, f"not loaded ({error}): torch computes alone"
             library.octavo_features.restype = ctypes.c_int64
-            return library
-    return None
+            return library, ""
+    return None, (
+        "not built, torch computes alone and slower: install a C++ compiler (g++) and then octavo "
+        "again"
+    )
+
+
+def load() -> ctypes.CDLL | None:
+    """None where it was not built, or cannot be used here (``problem``)."""
+    return _found()[0]
+
+
+def problem() -> str:
+    """Why there is no library; empty if there is one."""
+    return _found()[1]
 
 
 @cache
@@ -45,11 +61,11 @@ def features() -> Features:
     return Features(0) if library is None else Features(library.octavo_features())
 
 
-def function(name: str, *types: type) -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
-    """The kernel of that name, whose arguments have these ctypes and which returns nothing."""
+def function(name: str, *types: type) -> Kernel:
+    """The kernel of that name, whose arguments have these ctypes and which returns nothing. To be
+    asked for where ``features`` names its instruction set."""
     library = load()
-    if library is None:
-        return None
-    found = getattr(library, name)
-    found.argtypes, found.restype = types, None
+    assert library is not None
+    found: Kernel = getattr(library, name)
+    found.argtypes, found.restype = types, None  # type: ignore[attr-defined]
     return found

@@ -1,0 +1,44 @@
+// Elements in memory and the floats they are computed as.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace octavo {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// Unnamed: each instruction set compiles its own, and the linker must not merge them into one.
+namespace {
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+template <typename T>
+T from_float(float x);
+
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+
+// To the nearest, ties to even; a NaN stays one.
+template <>
+inline bf16 from_float<bf16>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet = (bits >> 16) | 0x40u;
+  return bf16{static_cast<uint16_t>(x != x ? quiet : rounded)};
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,95 @@
+"""The library of CPU kernels: what it finds, and that octavo works without it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.ops import registry
+from octavo.ops.native import library
+from octavo.ops.native.library import Features
+from tests.ops.comparing import assert_close, randn
+
+DEFINITION = registry.versions("rms_norm")[0]  # before a version of it is imported
+SETS = {"avx512": Features.AVX512, "avx2": Features.AVX2}
+built = pytest.mark.skipif(library.load() is None, reason="no compiler when octavo was installed")
+
+
+@built
+def test_features_are_those_that_torch_finds() -> None:
+    found = library.features()
+    assert (Features.AVX2 in found) == torch.cpu._is_avx2_supported()
+    assert (Features.AVX512 in found) == torch.cpu._is_avx512_supported()
+    assert (Features.AVX512_BF16 in found) == torch.cpu._is_avx512_bf16_supported()
+
+
+@built
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_no_code_is_shared_between_instruction_sets() -> None:
+    """A weak function is one of several copies; the linker may keep the one that this CPU cannot
+    run."""
+    assert library.load() is not None
+    path = library.load()._name
+    listed = subprocess.run(["nm", "-C", path], capture_output=True, text=True, check=True).stdout
+    weak = [line for line in listed.splitlines() if line.split(" ")[-2:-1] == ["W"]]
+    assert weak == []
+
+
+@built
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("size", (1, 7, 64, 577))
+def test_norms_of_every_instruction_set(
+    instruction_set: str, dtype: torch.dtype, size: int
+) -> None:
+    if SETS[instruction_set] not in library.features():
+        pytest.skip("not on this CPU")
+    from octavo.ops.native.norm import kernels
+
+    kernel = kernels(instruction_set)[dtype]
+    version = registry.versions("rms_norm")[-1]
+    x, weight = randn(9, size).to(dtype), randn(size, seed=1).to(dtype)
+    y = torch.empty_like(x)
+    kernel(x.data_ptr(), weight.data_ptr(), y.data_ptr(), 9, size, 1e-5)
+    expected = DEFINITION.call(x.double(), weight.double(), 1e-5)
+    assert_close(y, expected, version, dtype)
+
+
+@built
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_rows_norm_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    x, weight = randn(200, 576).to(dtype), randn(576, seed=1).to(dtype)
+    norm = registry.select("rms_norm", "cpu", dtype)
+    assert norm.name == "native" and norm.batch_invariant == "yes"
+    whole = norm.call(x, weight, 1e-5)
+    for low, high in ((0, 1), (3, 4), (5, 12), (100, 200)):
+        assert torch.equal(norm.call(x[low:high], weight, 1e-5), whole[low:high])
+
+
+WITHOUT = """
+import sys
+from pathlib import Path
+from octavo.ops.native import library
+library.EXTENSION_SUFFIXES.clear()
+from octavo.ops import registry
+import torch
+assert library.load() is None and not library.features() and "g++" in library.problem()
+names = [registry.select(op, "cpu", torch.float32).name for op in ("rms_norm", "linear")]
+print(*names)
+"""
+
+
+def test_without_the_library_torch_computes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "native" not in done.stdout
