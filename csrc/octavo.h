@@ -30,3 +30,35 @@ OCTAVO_NORM(octavo_norm_f32_avx512, float);
 OCTAVO_NORM(octavo_norm_bf16_avx2, octavo::bf16);
 OCTAVO_NORM(octavo_norm_bf16_avx512, octavo::bf16);
 #undef OCTAVO_NORM
+
+// What follows the product of a linear (octavo/ops/linear.py).
+enum {
+  OCTAVO_NONE = 0,
+  OCTAVO_ADD = 1,       // y + other
+  OCTAVO_SILU_MUL = 2,  // silu(gate) * up
+  OCTAVO_LOGITS = 3,    // y in FP32
+};
+
+// A linear whose weights are packed: panels of 32 lanes, in each of them the inputs two by two, as
+// the instructions take them: [panels][(inputs + 1) / 2][32][2], aligned to 64 bytes, zeros where
+// there is no output or input. A lane is an output; with OCTAVO_SILU_MUL a panel holds 16 of the
+// gate's and then the same 16 of the up projection's.
+struct OctavoLinear {
+  const octavo::bf16* weights;
+  const float* bias;  // [panels][32], in the order of the lanes; null for none
+  int64_t inputs;
+  int64_t outputs;   // of y: with OCTAVO_SILU_MUL half of the weights' rows
+  int64_t epilogue;  // one of the above
+};
+
+// Writes weight [rows, inputs] into panels. Its row i goes to panel (first + i) / width, there to
+// lane offset + (first + i) % width. The memory of the panels is zero before the first call.
+OCTAVO_API void octavo_linear_pack(const octavo::bf16* weight, int64_t rows, int64_t inputs,
+                                   int64_t first, int64_t width, int64_t offset,
+                                   octavo::bf16* panels);
+
+// y[rows, outputs] = epilogue(x[rows, inputs] . weights + bias, other[rows, outputs]), in FP32 up
+// to y, which is BF16 but for OCTAVO_LOGITS and may be ``other``, not x. Every output is summed up
+// in one accumulator over ascending inputs, so a row's bits do not depend on the others.
+OCTAVO_API void octavo_linear_bf16_avx512bf16(const OctavoLinear* linear, const octavo::bf16* x,
+                                              const octavo::bf16* other, void* y, int64_t rows);

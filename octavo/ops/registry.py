@@ -29,6 +29,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.cpu.linear",
         "octavo.ops.cpu.attention",
         "octavo.ops.native.norm",
+        "octavo.ops.native.linear",
     ),
     "cuda": (
         "octavo.ops.triton.norm",
