@@ -45,6 +45,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.triton.moe",
     ),
 }
+_ORDER = (*_DEFINITIONS, *(module for modules in _BY_DEVICE.values() for module in modules))
 # Whether a row's result is the same bits whatever the rest of the batch and the row's place in it:
 # "no", "yes", or "at a price", which only --deterministic pays.
 Invariance = Literal["no", "yes", "at a price"]
@@ -74,14 +75,22 @@ def register(
     tolerance: float = 4.0,
     batch_invariant: Invariance = "no",
 ) -> Callable[[F], F]:
-    """Adds a function or class as a version of ``op``; the last one available is preferred."""
+    """Adds a function or class as a version of ``op``; the last one available is preferred, in the
+    order of the modules above, whichever was imported first."""
 
     def add(call: F) -> F:
         version = Version(op, name, call, available, tolerance, batch_invariant)
-        _versions.setdefault(op, []).append(version)
+        found = _versions.setdefault(op, [])
+        found.append(version)
+        found.sort(key=_rank)
         return call
 
     return add
+
+
+def _rank(version: Version) -> int:
+    module = version.call.__module__
+    return _ORDER.index(module) if module in _ORDER else len(_ORDER)
 
 
 def versions(op: str, device: str = "cpu") -> list[Version]:

@@ -3,6 +3,9 @@ versions share are in test_ops.py."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -194,6 +197,15 @@ def test_only_where_the_cpu_has_the_instruction_and_no_amx(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(module, "features", lambda: Features.AVX2 | Features.AVX512)
     assert not module.available("cpu", BF16)
+
+
+def test_preferred_to_onednn_though_imported_before_it():
+    program = (
+        "import octavo.ops.native.linear; from octavo.ops import registry;"
+        "print(*(version.name for version in registry.versions('linear')))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout.split() == ["torch", "onednn", "native"]
 
 
 @pytest.mark.parametrize("size", (1, 64, 1000, 3 << 20, 70 << 20))
