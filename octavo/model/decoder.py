@@ -23,6 +23,8 @@ from octavo.ops.attention import AttentionGeometry, PagedAttention
 from octavo.ops.native import library as native
 from octavo.quant.dense import Dense
 
+CACHE_LINE = 64  # bytes
+
 
 class Part(Protocol):
     """A piece of the decoder that is loaded at one go."""
@@ -236,6 +238,9 @@ class Model:
 @torch.inference_mode()
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros on the CPU whose pages are taken from the system when first written (NumPy asks calloc,
-    torch.zeros writes them all): gigabytes are there at once."""
+    torch.zeros writes them all): gigabytes are there at once. They start a cache line, which
+    calloc's do not: a kernel's vector should lie in one."""
     size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    found = torch.from_numpy(np.zeros(size + CACHE_LINE, dtype=np.uint8))
+    start = -found.data_ptr() % CACHE_LINE
+    return found[start : start + size].view(dtype).view(shape)

@@ -30,6 +30,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.cpu.attention",
         "octavo.ops.native.norm",
         "octavo.ops.native.linear",
+        "octavo.ops.native.attention",
     ),
     "cuda": (
         "octavo.ops.triton.norm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ import torch
 from octavo.ops import registry
 from octavo.ops.attention import AttentionGeometry, TorchPagedAttention, copy_blocks
 from octavo.ops.cpu import linear as cpu_linear
+from octavo.ops.cpu.attention import CPUPagedAttention
+from tests.ops.attention_batches import Columns
+from tests.ops.attention_batches import columns as batch_columns
 from tests.ops.comparing import assert_close, randn
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -80,27 +83,10 @@ def test_flat_logits_take_no_more_memory_than_others(version, dtype, monkeypatch
     assert largest <= 100
 
 
-@dataclass
-class Columns:
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    query_starts_host: list[int]
-    seq_lens_host: list[int]
-    block_tables: torch.Tensor
-    block_size: int
-    decode_rows: int
-
-
 def columns(past: list[int], new: list[int], tables: torch.Tensor, block_size: int) -> Columns:
     """Row i has ``past[i]`` tokens in the cache and brings ``new[i]``; decode rows come first."""
-    positions = torch.cat([torch.arange(p, p + n) for p, n in zip(past, new)])
-    rows = torch.arange(len(new)).repeat_interleave(torch.tensor(new))
-    blocks = tables[rows, positions // block_size].long()
     decode = next((i for i, n in enumerate(new) if n != 1), len(new))
-    starts = [0, *torch.tensor(new).cumsum(0).tolist()]
-    lengths = [p + n for p, n in zip(past, new)]
-    slots = blocks * block_size + positions % block_size
-    return Columns(positions, slots, starts, lengths, tables, block_size, decode)
+    return batch_columns(past, new, tables, block_size, decode)
 
 
 def rope(geometry: AttentionGeometry):
@@ -213,11 +199,10 @@ def test_definition_keeps_keys_and_values_in_e4m3_times_their_scales():
     assert 0 < (found - exact).norm() / exact.norm() < 0.04
 
 
-def test_cpu_versions_refuse_what_they_do_not_do():
-    version = registry.select("paged_attention", "cpu", torch.float32)
+def test_the_cpu_version_refuses_what_it_does_not_do():
     with pytest.raises(ValueError, match="softcap"):
-        version.call(AttentionGeometry(2, 1, 16, softcap=30.0))
-    attention = version.call(AttentionGeometry(2, 1, 16))
+        CPUPagedAttention(AttentionGeometry(2, 1, 16, softcap=30.0))
+    attention = CPUPagedAttention(AttentionGeometry(2, 1, 16))
     batch = columns([0], [9], torch.zeros(1, 1).int(), 16)
     state = attention.prepare(batch, rope(attention.geometry), torch.float32)
     cache = torch.zeros(attention.kv_shape(1, 16))
