@@ -99,7 +99,8 @@ class ModelConfig:
     )
     deterministic: bool = flag(
         False,
-        "batch-invariant logits: one row is computed the same way in any batch (slower; GPU only)",
+        "batch-invariant logits: one row is computed the same way in any batch (slower on a GPU; "
+        "on a CPU with octavo's BF16 kernels it always is)",
         group="model",
     )
 
