@@ -1,5 +1,7 @@
 #include "octavo.h"
 
+int64_t octavo_interface() { return OCTAVO_INTERFACE; }
+
 int64_t octavo_features() {
   __builtin_cpu_init();
   int64_t found = 0;

@@ -77,8 +77,8 @@ def test_refused_where_angles_follow_the_step(monkeypatch):
 
 
 def test_loading_says_so_before_it_reads_weights(model_r):
-    with pytest.raises(ConfigError, match="--deterministic: with bfloat16 on a CPU"):
-        load(model_r, "bfloat16", deterministic=True)
+    with pytest.raises(ConfigError, match="--deterministic: with float32 on a CPU"):
+        load(model_r, "float32", deterministic=True)
 
 
 @pytest.mark.skipif(not launch.INTERPRETED, reason="tests/gpu has it")

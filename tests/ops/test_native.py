@@ -71,6 +71,16 @@ def test_a_rows_norm_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert torch.equal(norm.call(x[low:high], weight, 1e-5), whole[low:high])
 
 
+def test_a_library_of_another_interface_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    header = (Path(__file__).parents[2] / "csrc" / "octavo.h").read_text()
+    assert f"OCTAVO_INTERFACE = {library.INTERFACE} " in header
+    monkeypatch.setattr(library, "INTERFACE", library.INTERFACE + 1)
+    found, problem = library._found.__wrapped__()
+    assert found is None and problem
+
+
 WITHOUT = """
 import sys
 from pathlib import Path

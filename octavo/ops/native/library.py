@@ -16,6 +16,7 @@ from pathlib import Path
 import torch  # noqa: F401  (brings the OpenMP runtime whose threads the kernels use)
 
 Kernel = Callable[..., None]
+INTERFACE = 1  # OCTAVO_INTERFACE of csrc/octavo.h
 
 
 class Features(IntFlag):
@@ -35,7 +36,13 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
             try:
                 library = ctypes.CDLL(str(path))
             except OSError as error:
-                return None, f"not loaded ({error}): torch computes alone"
+                return None, f"not loaded ({error}), torch computes alone and slower"
+            interface = getattr(library, "octavo_interface", None)
+            if interface is None or interface() != INTERFACE:
+                return None, (
+                    "built from other sources, torch computes alone and slower: install octavo "
+                    "again"
+                )
             library.octavo_features.restype = ctypes.c_int64
             return library, ""
     return None, (
