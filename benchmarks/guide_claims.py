@@ -273,8 +273,9 @@ def stall_with(chunked: bool) -> dict[str, float]:
     rng = np.random.default_rng([workload.SEED, 8])
     decoding = [Work([int(t) for t in rng.integers(17, 49152, 64)], 120) for _ in range(4)]
     long = Work([int(t) for t in rng.integers(17, 49152, 2048)], 4)
+    settings = {"max_num_batched_tokens": 4096, "max_model_len": 4096}
     with engine(
-        "G-bf16", enable_chunked_prefill=chunked, max_num_batched_tokens=4096, max_model_len=4096
+        "G-bf16", enable_chunked_prefill=chunked, adaptive_chunks=chunked, **settings
     ) as driver:
         tracks = [driver.add(work) for work in decoding]
         driver.run(until=lambda: all(len(track.times) >= 20 for track in tracks))
