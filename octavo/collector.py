@@ -11,7 +11,10 @@ from __future__ import annotations
 import gc
 
 # Objects allocated and not freed before the youngest are looked through; Python: 700 or 2,000.
-YOUNGEST = 50_000
+YOUNGEST = 20_000
+# Collections of one generation for each of the next. Requests outlive the youngest: what they
+# leave behind in cycles waits for a full collection, which is short: what start-up left is frozen.
+OLDER = 4
 
 
 def settle() -> None:
@@ -19,4 +22,5 @@ def settle() -> None:
     through again, and what comes is looked through seldom."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNGEST, 20, 20)
+    gc.collect()  # full ones wait for a quarter more objects than the last one found: now few
+    gc.set_threshold(YOUNGEST, OLDER, OLDER)
