@@ -1,5 +1,5 @@
 // How a step's attention is cut into tasks.
-#include "attention.h"
+#include "attention_layout.h"
 
 #include <omp.h>
 

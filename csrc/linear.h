@@ -1,14 +1,10 @@
 // Linears on packed weights (OctavoLinear), over an instruction set.
 //
-// An instruction set is a struct of static functions:
-//   Vector, Weights, Inputs    16 FP32 numbers; 16 lanes' weights of two inputs; two inputs
-//   weights(from)              Weights
-//   two_inputs(from)           the same Inputs for all lanes
-//   one_input(from)            the last one of an odd number, and a zero
-//   dot(sum, weights, inputs)  sum + weights . inputs
-//   zero, add, mul, silu       on Vector
-//   load(from[, count])        Vector of FP32 or BF16 numbers, zeros from ``count`` on
-//   store(to, vector, count)   the first ``count`` numbers, as FP32 or BF16
+// `Isa` brings products of BF16 pairs (vectors_avx512bf16.h) and, of its own:
+//   one_input(from)           the last one of an odd number of inputs, and a zero, for all lanes
+//   silu(vector)
+//   load(from, count)         BF16 numbers as FP32, zeros from `count` on
+//   store(to, vector, count)  the first `count` numbers, as FP32 or BF16
 #pragma once
 
 #include <cstdlib>
@@ -31,9 +27,6 @@ constexpr int64_t kConflict = 1024;        // inputs: rows a multiple of 2 KiB a
 constexpr int64_t kApart = 32;             // inputs between rows that would
 constexpr int64_t kSerial = 1 << 16;       // products not worth waking other threads for
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // The arguments of a call. A row of x begins ``stride`` after the one before.
 struct Product {
   const OctavoLinear& linear;
@@ -44,17 +37,17 @@ struct Product {
   int64_t rows;
 
   int64_t panels() const {
-    return divide_up(linear.outputs, linear.epilogue == OCTAVO_SILU_MUL ? kVector : kPanel);
+    return ceil_div(linear.outputs, linear.epilogue == OCTAVO_SILU_MUL ? kVector : kPanel);
   }
-  int64_t panel_size() const { return divide_up(linear.inputs, 2) * 2 * kPanel; }
+  int64_t panel_size() const { return ceil_div(linear.inputs, 2) * 2 * kPanel; }
 };
 
 // Up to 16 outputs of a row, after the bias and SiLU.
 template <class Isa>
-OCTAVO_INLINE void store_outputs(const Product& product, typename Isa::Vector sum, int64_t row,
+OCTAVO_INLINE void store_outputs(const Product& product, typename Isa::Vec sum, int64_t row,
                                  int64_t output) {
   const OctavoLinear& linear = product.linear;
-  const int64_t count = smaller(linear.outputs - output, kVector);
+  const int64_t count = least(linear.outputs - output, kVector);
   if (count <= 0) return;
   const int64_t at = row * linear.outputs + output;
   if (linear.epilogue == OCTAVO_LOGITS) {
@@ -67,8 +60,8 @@ OCTAVO_INLINE void store_outputs(const Product& product, typename Isa::Vector su
 
 // A row's sums of a panel become outputs.
 template <class Isa>
-OCTAVO_INLINE void finish(const Product& product, typename Isa::Vector low,
-                          typename Isa::Vector high, int64_t row, int64_t panel) {
+OCTAVO_INLINE void finish(const Product& product, typename Isa::Vec low,
+                          typename Isa::Vec high, int64_t row, int64_t panel) {
   const OctavoLinear& linear = product.linear;
   if (linear.bias) {
     low = Isa::add(low, Isa::load(linear.bias + panel * kPanel));
@@ -105,7 +98,7 @@ class Tile {
     const bf16* weights = product.linear.weights + panel * product.panel_size();
     Sums sums;
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = Isa::zero();
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = Isa::set(0.0f);
 
 #pragma GCC unroll 4
     for (int64_t i = 0; i < inputs / 2; ++i) {
@@ -120,7 +113,7 @@ class Tile {
   }
 
  private:
-  using Sums = typename Isa::Vector[ROWS][2];
+  using Sums = typename Isa::Vec[ROWS][2];
 
   // More rows take long enough for L2, and with several tiles the next panel is too large for L1.
   static constexpr int kLevel = ROWS < kMaxRows / 2 ? 1 : 2;
@@ -128,11 +121,11 @@ class Tile {
   template <bool LAST_OF_ODD>
   static OCTAVO_INLINE void add_inputs(Sums& sums, const bf16* x, int64_t stride,
                                        const bf16* weights) {
-    const auto low = Isa::weights(weights), high = Isa::weights(weights + kPanel);
+    const auto low = Isa::operand(weights), high = Isa::operand(weights + kPanel);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       const bf16* from = x + r * stride;
-      const auto pair = LAST_OF_ODD ? Isa::one_input(from) : Isa::two_inputs(from);
+      const auto pair = LAST_OF_ODD ? Isa::one_input(from) : Isa::broadcast(from);
       sums[r][0] = Isa::dot(sums[r][0], low, pair);
       sums[r][1] = Isa::dot(sums[r][1], high, pair);
     }
@@ -151,12 +144,12 @@ OCTAVO_INLINE void multiply_tile(int64_t rows, const Product& product, int64_t r
 // fetches its share of the next panel: the first alone would wait for the memory, the others not.
 template <class Isa>
 void multiply_panel(const Product& product, int64_t begin, int64_t end, int64_t panel) {
-  const int64_t rows = end - begin, tiles = divide_up(rows, kMaxRows), size = product.panel_size();
+  const int64_t rows = end - begin, tiles = ceil_div(rows, kMaxRows), size = product.panel_size();
   const bf16* weights = product.linear.weights + panel * size;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t row = begin + rows * tile / tiles, next = begin + rows * (tile + 1) / tiles;
     Ahead ahead{weights + kAhead, 2 * kPanel};
-    if (tiles > 1) ahead = {weights + size + size * tile / tiles, divide_up(2 * kPanel, tiles)};
+    if (tiles > 1) ahead = {weights + size + size * tile / tiles, ceil_div(2 * kPanel, tiles)};
     multiply_tile<Isa>(next - row, product, row, panel, ahead);
   }
 }
@@ -179,7 +172,7 @@ void multiply(const Product& given) {
     product.x = copy;
     product.stride = given.linear.inputs + kApart;
   }
-  const int64_t panels = product.panels(), chunks = divide_up(product.rows, kChunk);
+  const int64_t panels = product.panels(), chunks = ceil_div(product.rows, kChunk);
   const bool alone = product.rows * panels * product.panel_size() <= kSerial;
 #pragma omp parallel if (!alone)
   {

@@ -4,11 +4,11 @@
 #include "octavo.h"
 
 void octavo_norm_f32_avx2(const float* x, const float* weight, float* y, int64_t rows, int64_t size,
-                       float eps) {
+                          float eps) {
   octavo::norm_rows(x, weight, y, rows, size, eps);
 }
 
 void octavo_norm_bf16_avx2(const octavo::bf16* x, const octavo::bf16* weight, octavo::bf16* y,
-                        int64_t rows, int64_t size, float eps) {
+                           int64_t rows, int64_t size, float eps) {
   octavo::norm_rows(x, weight, y, rows, size, eps);
 }

@@ -1,4 +1,4 @@
-// Elements in memory and the floats they are computed as.
+// Sizes; elements in memory and the floats they are computed as.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,10 @@ struct bf16 {
 
 // Unnamed: each instruction set compiles its own, and the linker must not merge them into one.
 namespace {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline float to_float(float x) { return x; }
 

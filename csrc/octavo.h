@@ -12,8 +12,8 @@
 
 #define OCTAVO_API extern "C" __attribute__((visibility("default")))
 
-// To be raised, here and in octavo/ops/native/library.py, whenever this interface changes: a library
-// that was built before is then not used.
+// To be raised, here and in octavo/ops/native/library.py, whenever this interface changes: a
+// library that was built before is then not used.
 enum { OCTAVO_INTERFACE = 1 };
 OCTAVO_API int64_t octavo_interface();
 

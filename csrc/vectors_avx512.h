@@ -1,4 +1,8 @@
-// FP32 vectors of AVX-512 for attention.h; included where the target has been named.
+// Vectors of AVX-512; included where the target has been named.
+//
+// What the kernels ask of an instruction set: arithmetic on a `Vec` of kWidth FP32 numbers, which
+// is loaded from FP32 or BF16 and stored as either; kVectors, how many vectors of a row are summed
+// in registers at once; and, for BF16 that is widened, `Bits`, pairs of numbers in 32 bits each.
 #pragma once
 
 // GCC 12's own intrinsics begin with values that are not set, on purpose (its bug 105593).
@@ -7,11 +11,14 @@
 
 #include <immintrin.h>
 
+#include "numbers.h"
+
 namespace octavo {
 namespace {
 
 struct Avx512 {
   using Vec = __m512;
+  using Bits = __m512i;
   static constexpr int kWidth = 16;
   static constexpr int kVectors = 4;  // with six rows 24 sums, and 5 of 32 registers for operands
 
@@ -33,6 +40,27 @@ struct Avx512 {
   }
   static Vec select_below(Vec a, Vec bound, Vec below, Vec otherwise) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, bound, _CMP_LT_OQ), otherwise, below);
+  }
+  static Bits load_bits(const void* x) { return _mm512_loadu_si512(x); }
+  static Bits set_bits(int pair) { return _mm512_set1_epi32(pair); }
+  static Vec firsts(Bits pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+  static Vec seconds(Bits pairs) {
+    const Bits high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, high));
+  }
+  static Vec load(const bf16* x) {
+    const __m256i elements = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    return firsts(_mm512_cvtepu16_epi32(elements));
+  }
+  // To the nearest, ties to even; what is no number stays none.
+  static void store(bf16* x, Vec v) {
+    const Bits bits = _mm512_castps_si512(v);
+    const Bits odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const Bits bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const Bits rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+    const __mmask16 none = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    const Bits elements = _mm512_mask_mov_epi32(rounded, none, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), _mm512_cvtepi32_epi16(elements));
   }
   static float sum(Vec a) { return _mm512_reduce_add_ps(a); }
   static float highest(Vec a) { return _mm512_reduce_max_ps(a); }
