@@ -80,11 +80,11 @@ def fake() -> Iterator[FakeServer]:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        started.set()
         return runner
 
     def serve() -> None:
         runner = loop.run_until_complete(start())
+        loop.call_soon(started.set)  # not before it runs for good, or a stop could come too early
         loop.run_forever()
         loop.run_until_complete(runner.cleanup())
 
