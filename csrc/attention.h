@@ -1,6 +1,6 @@
 // Paged attention, for any instruction set: normalisation and rotation of queries and keys, the
 // writing of the cache, attention. What an instruction set brings is a class `Isa` (see
-// attention_avx512.cpp): its vectors of FP32 numbers, and products of a cache's elements.
+// vectors_avx512.h): its vectors, and products of a cache's elements (attention_elements.h).
 //
 // attention_layout.h: how things lie; attention_tokens.h: new tokens; attention_panel.h: the
 // arithmetic of some rows and keys; here: who computes what.

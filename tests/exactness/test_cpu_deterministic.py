@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("triton")
-
 import torch
 
 from octavo import LLM
 from octavo.ops import registry
-from tests.fixtures import models
-from tests.gpu.test_deterministic import CONFIG, PARAMS, PROMPTS, Facts, engine, facts
+from tests.exactness.same_bits import PARAMS, PROMPTS, Facts, engine, facts, write_checkpoint
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available()
@@ -38,9 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("deterministic")
-    models.write_llama(directory, CONFIG, models.random_llama(CONFIG, seed=20261130))
-    return directory
+    return write_checkpoint(tmp_path_factory.mktemp("deterministic"))
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,21 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from octavo import LLM, SamplingParams
+from octavo import LLM
 from octavo.ops import registry
 from octavo.ops.attention import AttentionGeometry
 from octavo.ops.triton import launch
-from octavo.types import RequestOutput
 from octavo.worker.device_sampler import log_softmax
 from octavo.worker.graphs import Graphs
-from tests.fixtures import models
+from tests.exactness.same_bits import (
+    NUM_TOKENS,
+    PARAMS,
+    PROMPTS,
+    Facts,
+    engine,
+    facts,
+    write_checkpoint,
+)
 from tests.ops.batch_invariance import assert_rows_alike, assert_tokens_alike
 
 pytestmark = [
@@ -147,26 +152,6 @@ def test_a_token_attends_the_same_however_its_prompt_comes(geometry, dtype):
 
 # ---- the engine ----
 
-CONFIG = dict(
-    models.R_CONFIG,
-    hidden_size=256,
-    intermediate_size=720,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=2051,
-)
-SETTINGS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "deterministic": True,
-    "skip_tokenizer_init": True,
-    "max_model_len": 320,
-    "max_num_seqs": 48,
-    "block_size": 16,
-    "kv_cache_memory_bytes": 64 << 20,
-}
-NUM_TOKENS = 24
 WAYS: dict[str, dict[str, Any]] = {
     "a batch of 40": {},
     "chunks of 7": {"long_prefill_token_threshold": 7},
@@ -176,51 +161,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_prompts() -> list[list[int]]:
-    """Half of them share a beginning."""
-    rng = random.Random(20261130)
-    stem = [rng.randrange(2, 2051) for _ in range(75)]
-    lengths = [1, 2, 15, 16, 17, 63, 64, 65, 129, 200, *(rng.randrange(1, 200) for _ in range(10))]
-    alone = [[rng.randrange(2, 2051) for _ in range(n)] for n in lengths]
-    return alone + [stem + [rng.randrange(2, 2051) for _ in range(n // 2 + 1)] for n in lengths]
-
-
-PROMPTS = make_prompts()
-PARAMS = [
-    SamplingParams(
-        temperature=0.8,
-        seed=i,
-        logprobs=3,
-        max_tokens=NUM_TOKENS,
-        ignore_eos=True,
-        detokenize=False,
-    )
-    for i in range(len(PROMPTS))
-]
-
-Facts = list[tuple[int, dict[int, float]]]
-
-
-def facts(output: RequestOutput) -> Facts:
-    """Of each token: its id, and the log-probabilities reported, bit for bit."""
-    (answer,) = output.outputs
-    assert answer.logprobs is not None and len(answer.token_ids) == len(answer.logprobs)
-    return [
-        (token, {candidate: entry.logprob for candidate, entry in reported.items()})
-        for token, reported in zip(answer.token_ids, answer.logprobs)
-    ]
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("deterministic")
-    models.write_llama(directory, CONFIG, models.random_llama(CONFIG, seed=20261130))
-    return directory
-
-
-def engine(checkpoint: Path, **settings: Any) -> closing[LLM]:
-    given = {**SETTINGS, **settings}
-    return closing(LLM(str(checkpoint), **{k: v for k, v in given.items() if v is not None}))
+    return write_checkpoint(tmp_path_factory.mktemp("deterministic"))
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from octavo.ops import registry
-from octavo.ops.native import library
+from octavo.ops.native import library, norm
 from octavo.ops.native.library import Features
 from tests.ops.comparing import assert_close, randn
 
-DEFINITION = registry.versions("rms_norm")[0]  # before a version of it is imported
-SETS = {"avx512": Features.AVX512, "avx2": Features.AVX2}
+DEFINITION = registry.versions("rms_norm")[0]
 built = pytest.mark.skipif(library.load() is None, reason="no compiler when octavo was installed")
 
 
@@ -41,34 +40,32 @@ def test_no_code_is_shared_between_instruction_sets() -> None:
 
 
 @built
-@pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    "dtype,needed,name",
+    [(dtype, *kernel) for dtype, kernels in norm.KERNELS.items() for kernel in kernels],
+)
 @pytest.mark.parametrize("size", (1, 7, 64, 577))
 def test_norms_of_every_instruction_set(
-    instruction_set: str, dtype: torch.dtype, size: int
+    dtype: torch.dtype, needed: Features, name: str, size: int
 ) -> None:
-    if SETS[instruction_set] not in library.features():
+    if needed not in library.features():
         pytest.skip("not on this CPU")
-    from octavo.ops.native.norm import kernels
-
-    kernel = kernels(instruction_set)[dtype]
-    version = registry.versions("rms_norm")[-1]
     x, weight = randn(9, size).to(dtype), randn(size, seed=1).to(dtype)
     y = torch.empty_like(x)
-    kernel(x.data_ptr(), weight.data_ptr(), y.data_ptr(), 9, size, 1e-5)
+    norm.kernel(name)(x.data_ptr(), weight.data_ptr(), y.data_ptr(), 9, size, 1e-5)
     expected = DEFINITION.call(x.double(), weight.double(), 1e-5)
-    assert_close(y, expected, version, dtype)
+    assert_close(y, expected, registry.versions("rms_norm")[-1], dtype)
 
 
 @built
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_rows_norm_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     x, weight = randn(200, 576).to(dtype), randn(576, seed=1).to(dtype)
-    norm = registry.select("rms_norm", "cpu", dtype)
-    assert norm.name == "native" and norm.batch_invariant == "yes"
-    whole = norm.call(x, weight, 1e-5)
+    chosen = registry.select("rms_norm", "cpu", dtype)
+    assert chosen.name == "native" and chosen.batch_invariant == "yes"
+    whole = chosen.call(x, weight, 1e-5)
     for low, high in ((0, 1), (3, 4), (5, 12), (100, 200)):
-        assert torch.equal(norm.call(x[low:high], weight, 1e-5), whole[low:high])
+        assert torch.equal(chosen.call(x[low:high], weight, 1e-5), whole[low:high])
 
 
 def test_a_library_of_another_interface_is_not_used(
@@ -84,7 +81,7 @@ def test_a_library_of_another_interface_is_not_used(
 WITHOUT = """
 import sys
 from pathlib import Path
-from octavo.ops.native import library
+from octavo.ops.native import library, norm
 library.EXTENSION_SUFFIXES.clear()
 from octavo.ops import registry
 import torch

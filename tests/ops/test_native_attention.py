@@ -9,6 +9,7 @@ import torch
 from octavo.ops import registry
 from octavo.ops.attention import AttentionGeometry, TorchPagedAttention
 from octavo.ops.native import attention as module
+from octavo.ops.native import library
 from octavo.ops.native.attention import NativePagedAttention
 from octavo.ops.native.library import features
 from tests.ops.attention_batches import Rope, columns
@@ -30,7 +31,7 @@ if not KERNELS:
 def dtype(request, monkeypatch):
     """Of a kernel, which is the one that runs."""
     dtype, needed = request.param
-    monkeypatch.setattr(module, "features", lambda: needed)
+    monkeypatch.setattr(library, "features", lambda: needed)
     return dtype
 
 
@@ -224,11 +225,11 @@ def test_refusals(dtype):
 
 def test_kernels_are_chosen_by_what_the_cpu_has(monkeypatch):
     Features = type(features())
-    monkeypatch.setattr(module, "features", lambda: Features(0))
+    monkeypatch.setattr(library, "features", lambda: Features(0))
     assert not module.available("cpu", torch.float32)
-    monkeypatch.setattr(module, "features", lambda: Features.AVX2)
+    monkeypatch.setattr(library, "features", lambda: Features.AVX2)
     assert module.kernel_name(torch.float32) == "octavo_attention_f32_avx2"
-    monkeypatch.setattr(module, "features", lambda: ~Features(0))
+    monkeypatch.setattr(library, "features", lambda: ~Features(0))
     assert module.kernel_name(torch.float32) == "octavo_attention_f32_avx512"
     assert module.kernel_name(torch.bfloat16) == "octavo_attention_bf16_avx512bf16"
     assert not module.available("cpu", torch.float16)

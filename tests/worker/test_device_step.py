@@ -244,3 +244,10 @@ def test_places_are_given_for_every_row_of_the_plan() -> None:
     staged = step._buffers.staged
     assert staged[: 12 * 8].view(12, 8)[[0, 8, 9], 0].tolist() == [5, 4, 6]
     assert staged[12 * 8 : 12 * 8 + 3].tolist() == [0, 1, 2]
+
+
+def test_single_tokens_come_first_the_longest_context_foremost() -> None:
+    each = plan(Row(0, 9, 4), Row(1, 5, 1), Row(2, 700, 1), Row(3, 0, 2), Row(4, 80, 1))
+    rows = order_rows(each)
+    assert rows.plan_rows.tolist() == [2, 4, 1, 0, 3] and rows.decode_rows == 3
+    assert rows.starts.tolist() == [700, 80, 5, 9, 0] and rows.slots.tolist() == [2, 4, 1, 0, 3]

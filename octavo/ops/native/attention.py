@@ -1,7 +1,7 @@
 """Paged attention on CPU by the kernels of csrc/: a call does all of a layer, from q/k norm on.
 
 Cache: [block, kv head, k|v, tile, 16 * width], tiles of 16 tokens in the order in which the
-kernels' vectors want them (csrc/attention.h); width is head_dim rounded up to 16.
+kernels' vectors want them (csrc/attention_layout.h); width is head_dim rounded up to 16.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import AttentionGeometry, BatchColumns, Rope
-from octavo.ops.native.library import Features, features, function
+from octavo.ops.native.library import Features, Kernels, function, preferred
 from octavo.ops.registry import register
 
 TILE = 16  # tokens of a tile of the cache
 MAX_HEAD_DIM = 512
 TASK_BYTES = 32  # of an entry of a plan
-# The kernels of a dtype, each with what it needs of a CPU; the first that runs is taken.
-KERNELS = {
+KERNELS: dict[torch.dtype, Kernels] = {
     torch.float32: (
         (Features.AVX512, "octavo_attention_f32_avx512"),
         (Features.AVX2, "octavo_attention_f32_avx2"),
@@ -61,10 +60,7 @@ class _State:
 
 def kernel_name(dtype: torch.dtype) -> str | None:
     """The kernel that this CPU runs for ``dtype``."""
-    for needed, name in KERNELS.get(dtype, ()):
-        if needed in features():
-            return name
-    return None
+    return preferred(KERNELS.get(dtype, ()))
 
 
 def available(device: str, dtype: torch.dtype) -> bool:

@@ -27,6 +27,9 @@ class Features(IntFlag):
     AVX512_BF16 = 4
 
 
+Kernels = tuple[tuple[Features, str], ...]  # with what each needs of a CPU, the best one first
+
+
 @cache
 def _found() -> tuple[ctypes.CDLL | None, str]:
     """The library, or why there is none."""
@@ -66,6 +69,11 @@ def features() -> Features:
     """What may be called on this CPU; none without the library."""
     library = load()
     return Features(0) if library is None else Features(library.octavo_features())
+
+
+def preferred(kernels: Kernels) -> str | None:
+    """The first of the kernels that runs on this CPU."""
+    return next((name for needed, name in kernels if needed in features()), None)
 
 
 def function(name: str, *types: type) -> Kernel:
