@@ -213,12 +213,12 @@ class Scheduler:
         return order[scheduled], need[scheduled], budget, chunk_budget
 
     def _chunk_budget(self, num_decode_rows: int) -> int:
-        limits = self.limits
-        if not (num_decode_rows and limits.chunked_prefill and limits.adaptive_chunks):
-            return int(np.iinfo(np.int32).max)
-        num_running = len(self.running)
+        limits, num_running = self.limits, len(self.running)
         admissible = min(len(self.waiting), limits.max_num_seqs - num_running)
         num_prompts = num_running - num_decode_rows + admissible
+        adaptive = limits.chunked_prefill and limits.adaptive_chunks
+        if not (adaptive and num_decode_rows and num_prompts):
+            return int(np.iinfo(np.int32).max)
         return max(MIN_CHUNK, self._cost.chunk_limit(num_decode_rows, num_prompts))
 
     def _chunk(self, need: int, budget: int, chunk_budget: int) -> int:
