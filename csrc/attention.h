@@ -1,6 +1,6 @@
 // Paged attention, for any instruction set: normalisation and rotation of queries and keys, the
 // writing of the cache, attention. What an instruction set brings is a class `Isa` (see
-// vectors_avx512.h): its vectors, and products of a cache's elements (attention_elements.h).
+// vectors_avx512.h): its vectors, and products of a cache's elements (elements.h).
 //
 // attention_layout.h: how things lie; attention_tokens.h: new tokens; attention_panel.h: the
 // arithmetic of some rows and keys; here: who computes what.
@@ -174,21 +174,25 @@ void merge(const Layer<Isa>& layer, const Task& task) {
 }
 
 template <class Isa>
-void attention(const OctavoAttention& step, typename Isa::Element* qkv,
-               typename Isa::Element* cache, const typename Isa::Element* qk_weight,
-               const float* sinks, typename Isa::Element* out) {
-  const Layer<Isa> layer{step, qkv, cache, qk_weight, sinks, out};
+void attention(const void* arguments) {
+  using Element = typename Isa::Element;
+  const auto& call = *static_cast<const OctavoAttentionCall*>(arguments);
+  const OctavoAttention& step = *call.step;
+  const Layer<Isa> layer{step,
+                         static_cast<Element*>(call.qkv),
+                         static_cast<Element*>(call.cache),
+                         static_cast<const Element*>(call.qk_weight),
+                         call.sinks,
+                         static_cast<Element*>(call.out)};
   const Task* const tasks = static_cast<const Task*>(step.tasks);
   const Task* const merges = tasks + step.num_tasks;
-#pragma omp parallel
-  {
 #pragma omp for schedule(static)
-    for (int64_t token = 0; token < step.num_tokens; ++token) enter_token<Isa>(layer, token);
+  for (int64_t token = 0; token < step.num_tokens; ++token) enter_token<Isa>(layer, token);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < step.num_tasks; ++i) attend<Isa>(layer, tasks[i]);
+  for (int64_t i = 0; i < step.num_tasks; ++i) attend<Isa>(layer, tasks[i]);
+  if (step.num_merges == 0) return;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < step.num_merges; ++i) merge<Isa>(layer, merges[i]);
-  }
+  for (int64_t i = 0; i < step.num_merges; ++i) merge<Isa>(layer, merges[i]);
 }
 
 }  // namespace

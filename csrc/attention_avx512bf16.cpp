@@ -4,8 +4,6 @@
 #include "attention.h"
 #include "vectors_avx512bf16.h"
 
-void octavo_attention_bf16_avx512bf16(const OctavoAttention* step, octavo::bf16* qkv,
-                                      octavo::bf16* cache, const octavo::bf16* qk_weight,
-                                      const float* sinks, octavo::bf16* out) {
-  octavo::attention<octavo::Avx512Bf16>(*step, qkv, cache, qk_weight, sinks, out);
+void octavo_attention_bf16_avx512bf16(const void* arguments) {
+  octavo::attention<octavo::Avx512Bf16>(arguments);
 }

@@ -6,12 +6,10 @@
 #include <cstdint>
 
 #include "numbers.h"
+#include "octavo.h"
 
 namespace octavo {
 namespace {  // see numbers.h
-
-// Rows below this take less time than to wake the other threads.
-constexpr int64_t kSerialRows = 8;
 
 template <typename T>
 void norm_row(const T* x, const T* weight, T* y, int64_t size, float eps) {
@@ -19,7 +17,7 @@ void norm_row(const T* x, const T* weight, T* y, int64_t size, float eps) {
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < size; ++i) {
     const float value = to_float(x[i]);
-    sum += value * value;
+    sum = std::fma(value, value, sum);
   }
   const float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
 #pragma omp simd
@@ -31,11 +29,14 @@ void norm_row(const T* x, const T* weight, T* y, int64_t size, float eps) {
 }
 
 template <typename T>
-void norm_rows(const T* x, const T* weight, T* y, int64_t rows, int64_t size, float eps) {
-#pragma omp parallel for schedule(static) if (rows >= kSerialRows)
-  for (int64_t row = 0; row < rows; ++row) {
-    norm_row(x + row * size, weight, y + row * size, size, eps);
-  }
+void norm_rows(const void* arguments) {
+  const auto& call = *static_cast<const OctavoNormCall*>(arguments);
+  const T* const x = static_cast<const T*>(call.x);
+  const T* const weight = static_cast<const T*>(call.weight);
+  T* const y = static_cast<T*>(call.y);
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < *call.rows; ++row)
+    norm_row(x + row * call.size, weight, y + row * call.size, call.size, call.eps);
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // The C interface of octavo's CPU kernels.
 //
-// Plain functions on addresses, called through ctypes with the GIL released. Shapes are row-major;
-// BF16 numbers are uint16_t. Nothing is allocated that outlives a call. Each instruction set is a
-// source file of its own that begins by naming its target, so that one build serves every x86-64
-// machine; the caller asks octavo_features() which of them may run.
+// Called through ctypes with the GIL released, on addresses. Shapes are row-major; BF16 and FP16
+// numbers are uint16_t. Nothing is allocated that outlives a call. Each instruction set is a source
+// file of its own that begins by naming its target, so that one build serves every x86-64 machine;
+// the caller asks octavo_features() which of them may run.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 // To be raised, here and in octavo/ops/native/library.py, whenever this interface changes: a
 // library that was built before is then not used.
-enum { OCTAVO_INTERFACE = 1 };
+enum { OCTAVO_INTERFACE = 2 };
 OCTAVO_API int64_t octavo_interface();
 
 // Bits of octavo_features().
@@ -22,23 +22,60 @@ enum {
   OCTAVO_AVX2 = 1,         // AVX2, FMA, F16C
   OCTAVO_AVX512 = 2,       // AVX-512 F, BW, DQ, VL
   OCTAVO_AVX512_BF16 = 4,  // and VDPBF16PS
+  OCTAVO_AVX512_VNNI = 8,  // AVX-512 F, BW, DQ, VL and VPDPBUSD
 };
 
 // What this CPU and its operating system can run.
 OCTAVO_API int64_t octavo_features();
 
+// ---- running kernels ----
+
+// A kernel is called by every thread of a team at once, with the address of its arguments (a struct
+// named Octavo...Call), and shares its work out among them. When it returns, all of it is done.
+using OctavoKernel = void(const void* arguments);
+
+struct OctavoCall {
+  OctavoKernel* kernel;
+  const void* arguments;
+};
+
+// Runs the calls one after the other, in one team.
+OCTAVO_API void octavo_run(const OctavoCall* calls, int64_t count);
+
+// Numbers of rows are addresses: calls that are kept serve steps of any size.
+
+// Element types of what is computed with.
+enum { OCTAVO_F32 = 0, OCTAVO_BF16 = 1 };
+
 // ---- norms (octavo/ops/norm.py: "rms_norm") ----
 
 // y = x / sqrt(mean(x^2) + eps) * weight. x, y: [rows, size]; weight: [size].
-#define OCTAVO_NORM(name, T)                                                                 \
-  OCTAVO_API void name(const T* x, const T* weight, T* y, int64_t rows, int64_t size, float eps)
-OCTAVO_NORM(octavo_norm_f32_avx2, float);
-OCTAVO_NORM(octavo_norm_f32_avx512, float);
-OCTAVO_NORM(octavo_norm_bf16_avx2, octavo::bf16);
-OCTAVO_NORM(octavo_norm_bf16_avx512, octavo::bf16);
-#undef OCTAVO_NORM
+struct OctavoNormCall {
+  const void* x;
+  const void* weight;
+  void* y;
+  const int64_t* rows;
+  int64_t size;
+  float eps;
+};
+OCTAVO_API OctavoKernel octavo_norm_f32_avx2;
+OCTAVO_API OctavoKernel octavo_norm_f32_avx512;
+OCTAVO_API OctavoKernel octavo_norm_bf16_avx2;
+OCTAVO_API OctavoKernel octavo_norm_bf16_avx512;
 
-// ---- linears (octavo/ops/linear.py: "linear") ----
+// ---- rows of a matrix (octavo/ops/rows.py: "take_rows") ----
+
+// y[i] = x[index[i]]. A row has `row_bytes`.
+struct OctavoTakeCall {
+  const void* x;
+  const int64_t* index;
+  void* y;
+  const int64_t* rows;  // of y
+  int64_t row_bytes;
+};
+OCTAVO_API OctavoKernel octavo_take_rows;
+
+// ---- linears (octavo/ops/linear.py: "linear", "quantized_linear") ----
 
 // What follows the product.
 enum {
@@ -48,29 +85,77 @@ enum {
   OCTAVO_LOGITS = 3,    // y in FP32
 };
 
-// A linear whose weights are packed: panels of 32 lanes, in each of them the inputs two by two, as
-// the instructions take them: [panels][(inputs + 1) / 2][32][2], aligned to 64 bytes, zeros where
-// there is no output or input. A lane is an output; with OCTAVO_SILU_MUL a panel holds 16 of the
-// gate's and then the same 16 of the up projection's.
+// A linear whose weights are packed in panels of 32 lanes, aligned to 64 bytes, zeros where there
+// is no output or input. A lane is an output; with OCTAVO_SILU_MUL a panel holds 16 of the gate's
+// and then the same 16 of the up projection's.
+//
+// Dense weights (bits 0) have x's type. The inputs of a panel lie one by one in FP32 and two by two
+// in BF16, as the instructions take them: [panels][inputs][32] or [panels][(inputs + 1) / 2][32][2].
+//
+// Quantized weights are (code - zero) * scale + minimum, codes of 4 or 8 bits, with a scale and
+// perhaps a minimum for each output and `group` inputs (a multiple of 4; the last group may be
+// shorter). [panels][groups] of: scales [32]; minimums [32], if there are any; codes
+// [group / 4][32][4]. With 4 bits the code of lane 16 + i lies above that of lane i.
 struct OctavoLinear {
-  const octavo::bf16* weights;
+  const void* weights;
   const float* bias;  // [panels][32], in the order of the lanes; null for none
   int64_t inputs;
   int64_t outputs;   // of y: with OCTAVO_SILU_MUL half of the weights' rows
   int64_t epilogue;  // one of the above
+  int64_t element;   // OCTAVO_F32 or OCTAVO_BF16: of x, other and y
+  int64_t bits;      // of a code: 4 or 8; 0 if the weights are dense
+  int64_t group;
+  int64_t zero;
+  int64_t has_minimums;
+  int64_t wide_scales;  // scales and minimums are in FP32, otherwise in FP16
 };
 
-// Writes weight [rows, inputs] into panels. Its row i goes to panel (first + i) / width, there to
+// Bytes of the packed weights.
+OCTAVO_API int64_t octavo_linear_bytes(const OctavoLinear* linear);
+
+// Writes rows of weights into panels. Row i of them goes to panel (first + i) / width, there to
 // lane offset + (first + i) % width. The memory of the panels is zero before the first call.
-OCTAVO_API void octavo_linear_pack(const octavo::bf16* weight, int64_t rows, int64_t inputs,
-                                   int64_t first, int64_t width, int64_t offset,
-                                   octavo::bf16* panels);
+struct OctavoPlace {
+  int64_t rows, first, width, offset;
+};
+// weight: [rows, inputs], of the linear's element type.
+OCTAVO_API void octavo_linear_pack(const OctavoLinear* linear, const void* weight,
+                                   const OctavoPlace* place);
+// codes: [rows, inputs]; scales, minimums: [rows, groups].
+OCTAVO_API void octavo_linear_pack_codes(const OctavoLinear* linear, const uint8_t* codes,
+                                         const void* scales, const void* minimums,
+                                         const OctavoPlace* place);
 
 // y[rows, outputs] = epilogue(x[rows, inputs] . weights + bias, other[rows, outputs]), in FP32 up
-// to y, which is BF16 but for OCTAVO_LOGITS and may be ``other``, not x. Every output is summed up
-// in one accumulator over ascending inputs, so a row's bits do not depend on the others.
-OCTAVO_API void octavo_linear_bf16_avx512bf16(const OctavoLinear* linear, const octavo::bf16* x,
-                                              const octavo::bf16* other, void* y, int64_t rows);
+// to y, which may be `other`, not x. A row's bits do not depend on the others.
+//
+// Dense: every output is one sum over ascending inputs. Quantized: x is rounded to 8 bits first,
+// each row of each group of inputs by a scale of its own, max |x| / 127, to the nearest, ties to
+// even; sums within a group are exact, those of groups are added in ascending order.
+struct OctavoLinearCall {
+  const OctavoLinear* linear;
+  const void* x;
+  const void* other;
+  void* y;
+  void* scratch;  // octavo_linear_scratch(linear, rows) bytes, aligned to 64
+  const int64_t* rows;
+};
+OCTAVO_API int64_t octavo_linear_scratch(const OctavoLinear* linear, int64_t rows);
+OCTAVO_API OctavoKernel octavo_linear_f32_avx2;
+OCTAVO_API OctavoKernel octavo_linear_f32_avx512;
+OCTAVO_API OctavoKernel octavo_linear_bf16_avx512bf16;
+OCTAVO_API OctavoKernel octavo_linear_quantized_avx2;
+OCTAVO_API OctavoKernel octavo_linear_quantized_avx512vnni;
+
+// y[i] = row ids[i] of quantized weights with OCTAVO_NONE. y: [rows, inputs], of the element type.
+struct OctavoLookupCall {
+  const OctavoLinear* linear;
+  const int64_t* ids;
+  void* y;
+  const int64_t* rows;
+};
+OCTAVO_API OctavoKernel octavo_linear_lookup;
+
 // ---- attention (octavo/ops/attention.py: "paged_attention") ----
 
 enum { OCTAVO_ATTENTION_TASK_BYTES = 32 };
@@ -104,12 +189,16 @@ OCTAVO_API void octavo_attention_plan(OctavoAttention* step);
 // cache: [block, num_kv_heads, keys | values, block_size rounded up to 16 / 16, 16 * (head_dim
 // rounded up to 16)] with elements of qkv's type. qk_weight: null or [num_heads + num_kv_heads,
 // head_dim]. sinks: null or [num_heads]. out: [num_tokens, num_heads * head_dim].
-#define OCTAVO_ATTENTION(name, T)                                                          \
-  OCTAVO_API void name(const OctavoAttention* step, T* qkv, T* cache, const T* qk_weight, \
-                       const float* sinks, T* out)
-OCTAVO_ATTENTION(octavo_attention_f32_avx2, float);
-OCTAVO_ATTENTION(octavo_attention_f32_avx512, float);
-OCTAVO_ATTENTION(octavo_attention_bf16_avx2, octavo::bf16);
-OCTAVO_ATTENTION(octavo_attention_bf16_avx512, octavo::bf16);
-OCTAVO_ATTENTION(octavo_attention_bf16_avx512bf16, octavo::bf16);
-#undef OCTAVO_ATTENTION
+struct OctavoAttentionCall {
+  const OctavoAttention* step;
+  void* qkv;
+  void* cache;
+  const void* qk_weight;
+  const float* sinks;
+  void* out;
+};
+OCTAVO_API OctavoKernel octavo_attention_f32_avx2;
+OCTAVO_API OctavoKernel octavo_attention_f32_avx512;
+OCTAVO_API OctavoKernel octavo_attention_bf16_avx2;
+OCTAVO_API OctavoKernel octavo_attention_bf16_avx512;
+OCTAVO_API OctavoKernel octavo_attention_bf16_avx512bf16;

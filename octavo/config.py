@@ -33,6 +33,12 @@ def flag(default: Any, help: str, *names: str, group: str, **extra: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+QUANTIZATIONS_OF_LATER_VERSIONS = (
+    *("gptq", "gptq_marlin", "awq", "awq_marlin", "squeezellm", "bitsandbytes"),
+    *("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "compressed-tensors"),
+)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     model: str = flag(
@@ -61,6 +67,16 @@ class ModelConfig:
         "a CPU BF16 where it has it, else FP32",
         group="model",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        top=True,
+    )
+    quantization: str | None = flag(
+        None,
+        "how weights are kept; int8: dense ones rounded while loading, on a CPU; gguf: as a GGUF "
+        "file holds them (default: as the checkpoint holds them)",
+        "-q",
+        group="model",
+        choices=("int8", "gguf"),
+        later=QUANTIZATIONS_OF_LATER_VERSIONS,
         top=True,
     )
     max_model_len: int | None = flag(
@@ -451,8 +467,6 @@ def _check_value(f: Any, value: Any) -> None:
 
 # Flags of vLLM that a later version brings: parsed, then "not in this version" (exit 2).
 FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
-    "--quantization": "quantization",
-    "-q": "quantization",
     "--quantization-fp8-dynamic": "quantization",
     "--nnodes": "several nodes",
     "-n": "several nodes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def geometry_of(spec: GQASpec) -> AttentionGeometry:
 
 
 class Attention:
-    """``operation`` may be shared by all layers of one geometry."""
+    """``operation`` may be shared by all layers of one geometry; ``take_rows``: ops/rows.py."""
 
     def __init__(
         self,
@@ -33,10 +33,12 @@ class Attention:
         hidden_size: int,
         operation: PagedAttention,
         make_linear: Any,
+        take_rows: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         self.prefix = prefix
         self.spec = spec
         self.operation = operation
+        self.take_rows = take_rows
         width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv: Linear = make_linear(
             ((f"{prefix}.q", width), (f"{prefix}.k", kv_width), (f"{prefix}.v", kv_width)),
@@ -75,5 +77,5 @@ class Attention:
         given ``tokens`` (int64 [r]) or of all."""
         mixed = self.operation(self.qkv(x), cache, state, self.qk_weight)
         if tokens is not None:
-            mixed, residual = mixed[tokens], residual[tokens]
+            mixed, residual = self.take_rows(mixed, tokens), self.take_rows(residual, tokens)
         return self.out(mixed, residual)

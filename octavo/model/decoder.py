@@ -16,12 +16,15 @@ from octavo.model.batch import ForwardBatch
 from octavo.model.linear import Linear
 from octavo.model.mlp import MLP
 from octavo.model.norm import Norm
+from octavo.model.recorded import Layers, RecordedLayers
 from octavo.model.rope import Rope
 from octavo.model.spec import DecoderSpec, LayerSpec, TensorScaling
 from octavo.model.versions import choose_versions
 from octavo.ops.attention import AttentionGeometry, PagedAttention
 from octavo.ops.native import library as native
-from octavo.quant.dense import Dense
+from octavo.ops.quantized import QuantizedWeight
+from octavo.quant.catalogue import format_of
+from octavo.quant.format import LinearVersions
 
 CACHE_LINE = 64  # bytes
 
@@ -32,7 +35,7 @@ class Part(Protocol):
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(our tensor name, stored shape) of what it needs from the checkpoint."""
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Any]) -> None:
         """Takes its tensors, in the model's dtype."""
 
 
@@ -47,9 +50,10 @@ class Layer:
         attention: PagedAttention,
         make_linear: Any,
         make_norm: Any,
+        take_rows: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         self.input_norm: Norm = make_norm(f"{prefix}.input_norm", spec.norm, hidden_size)
-        self.mixer = Attention(prefix, spec.mixer, hidden_size, attention, make_linear)
+        self.mixer = Attention(prefix, spec.mixer, hidden_size, attention, make_linear, take_rows)
         self.post_norm: Norm = make_norm(f"{prefix}.post_norm", spec.norm, hidden_size)
         self.mlp = MLP(prefix, spec.mlp, hidden_size, make_linear)
         self._parts: tuple[Part, ...] = (self.input_norm, self.mixer, self.post_norm, self.mlp)
@@ -58,9 +62,12 @@ class Layer:
         for part in self._parts:
             yield from part.wanted()
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Any]) -> None:
         for part in self._parts:
             part.load(tensors)
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.mixer.qkv, self.mixer.out, self.mlp.gate_up, self.mlp.down)
 
     def __call__(
         self, x: Tensor, cache: Tensor, state: Any, tokens: Tensor | None = None
@@ -74,7 +81,8 @@ class Layer:
 class Embedding:
     """Token embedding, and the head, which shares its weight when tied.
 
-    The head may repack its copy for multiplying (on a CPU it does, on a GPU not).
+    The head may repack its copy for multiplying (on a CPU it does, on a GPU not). Rows of a
+    quantized one are read from what has been packed.
     """
 
     def __init__(
@@ -87,21 +95,33 @@ class Embedding:
         self.operation = operation
         parts = (("head", spec.vocab_size),)
         self.head: Linear = make_linear(parts, spec.hidden_size, epilogue="logits")
-        self.weight: Tensor
+        self._look_up: Callable[[Tensor], Tensor]
 
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "embed.weight", (self.spec.vocab_size, self.spec.hidden_size)
         if not self.spec.tied_embeddings:
             yield from self.head.wanted()
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.weight = tensors["embed.weight"]
-        head = self.weight if self.spec.tied_embeddings else tensors["head.weight"]
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        weight = tensors["embed.weight"]
+        head = weight if self.spec.tied_embeddings else tensors["head.weight"]
         self.head.load({"head.weight": head})
+        if not isinstance(weight, QuantizedWeight):
+            self._look_up = partial(_rows, self.operation, weight)
+        elif self.spec.tied_embeddings:
+            self._look_up = self.head.apply.rows  # type: ignore[attr-defined]
+        else:
+            versions = self.head.versions
+            packed = versions.quantized([weight], None, "none", versions.dtype)
+            self._look_up = packed.rows
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids: int64 [T]. Returns [T, hidden]."""
-        return self.operation(ids, self.weight)
+        return self._look_up(ids)
+
+
+def _rows(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, ids: Tensor) -> Tensor:
+    return operation(ids, weight)
 
 
 class RopeFactors:
@@ -114,7 +134,7 @@ class RopeFactors:
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "rope_factors.weight", (self.size,)
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Any]) -> None:
         self.factors = tensors["rope_factors.weight"].float()
 
 
@@ -124,6 +144,7 @@ class Model:
     ``device``: "cpu" or "cuda". ``deterministic``: a row's logits are the same, bit for bit, in any
     batch; raises ConfigError where that cannot be had. ``implementations``: operation -> the
     version chosen for it.
+    ``quantization``: "int8": linears are rounded while loading; "gguf": some come quantized.
     ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory.
     """
 
@@ -133,17 +154,25 @@ class Model:
         dtype: torch.dtype,
         device: str = "cpu",
         deterministic: bool = False,
+        quantization: str | None = None,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.device = device
+        self.quantization = quantization
         self.reasons: dict[str, str] = {}
         if device == "cpu" and (problem := native.problem()):
             self.reasons["cpu kernels"] = problem
         self.weight_bytes = 0
-        chosen = choose_versions(spec, dtype, device, deterministic)
+        chosen = choose_versions(spec, dtype, device, deterministic, quantization is not None)
         self.implementations = {op: version.name for op, version in chosen.items()}
-        make_linear = partial(Linear, format=Dense(), operation=chosen["linear"].call)
+        dense = chosen["linear"].call
+        quantized = chosen["quantized_linear"].call if quantization else _not_quantized
+        make_linear = partial(
+            Linear,
+            format=format_of(quantization),
+            versions=LinearVersions(dense, quantized, dtype),
+        )
         make_norm = partial(Norm, operation=chosen["rms_norm"].call)
         self._copy_blocks = chosen["copy_blocks"].call
 
@@ -161,6 +190,7 @@ class Model:
                 self._attention[geometry_of(layer.mixer)],
                 make_linear,
                 make_norm,
+                chosen["take_rows"].call,
             )
             for index, layer in enumerate(spec.layers)
         ]
@@ -169,6 +199,7 @@ class Model:
         by_tensor = isinstance(mixer.rope.scaling, TensorScaling)
         self._rope_factors = RopeFactors(mixer.head_dim) if by_tensor else None
         self._ropes: dict[AttentionGeometry, Rope] = {}
+        self._run_layers: Layers = self._layers_and_norm
 
     def parts(self) -> list[Part]:
         extra = [self._rope_factors] if self._rope_factors else []
@@ -185,6 +216,16 @@ class Model:
                 factors,
                 self.device,
             )
+        if self._is_recordable():
+            self._run_layers = RecordedLayers(self._layers_and_norm)
+
+    def _is_recordable(self) -> bool:
+        """Whether all between the embedding and the final norm is kernels that a tape can hold."""
+        operations = ("rms_norm", "paged_attention", "take_rows")
+        linears = (linear for layer in self.layers for linear in layer.linears())
+        return all(self.implementations[op] == "native" for op in operations) and all(
+            getattr(linear.apply, "recordable", False) for linear in linears
+        )
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of the first layer's cache; today all layers' are equal."""
@@ -223,7 +264,15 @@ class Model:
             geometry: attention.prepare(batch, self._ropes[geometry], self.dtype)
             for geometry, attention in self._attention.items()
         }
-        x = self.embedding(batch.token_ids)
+        return self._run_layers(self.embedding(batch.token_ids), cache, states, tokens)
+
+    def _layers_and_norm(
+        self,
+        x: Tensor,
+        cache: list[Tensor],
+        states: Mapping[AttentionGeometry, Any],
+        tokens: Tensor | None,
+    ) -> Tensor:
         for layer, layer_cache in zip(self.layers, cache):
             wanted = tokens if layer is self.layers[-1] else None
             x = layer(x, layer_cache, states[layer.mixer.operation.geometry], wanted)
@@ -233,6 +282,10 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [r, hidden] rows of ``forward``. Returns FP32 [r, vocab]."""
         return self.embedding.head(hidden)
+
+
+def _not_quantized(*arguments: Any) -> Any:
+    raise AssertionError("a quantized weight came to a model that was to have none")
 
 
 @torch.inference_mode()

@@ -8,21 +8,25 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from octavo.ops.linear import Epilogue
-from octavo.quant.format import Format
+from octavo.ops.quantized import QuantizedWeight
+from octavo.quant.format import Format, LinearVersions
+
+# What a checkpoint holds of a matrix.
+Weight = Tensor | QuantizedWeight
 
 
 @dataclass
 class Linear:
     """One or several projections of the same input, fused by concatenation.
 
-    ``parts``: (our parameter name, out_features). ``operation``: the chosen version of the linear
-    operation. Call it after ``load``.
+    ``parts``: (our parameter name, out_features). ``versions``: the chosen ones of the linear
+    operations. Call it after ``load``.
     """
 
     parts: tuple[tuple[str, int], ...]
     in_features: int
     format: Format
-    operation: Callable[..., Callable[..., Tensor]]
+    versions: LinearVersions
     bias: bool = False
     epilogue: Epilogue = "none"
     apply: Callable[..., Tensor] = field(init=False)
@@ -33,11 +37,12 @@ class Linear:
             for tensor in self.format.tensors(self.bias):
                 yield f"{name}.{tensor.suffix}", tensor.shape(out_features, self.in_features)
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """tensors: ours by name, in the model's dtype. They may be released afterwards."""
+    def load(self, tensors: Mapping[str, Weight]) -> None:
+        """tensors: ours by name, in the model's dtype or quantized. They may be released
+        afterwards."""
         suffixes = [tensor.suffix for tensor in self.format.tensors(self.bias)]
         parts = [{s: tensors[f"{name}.{s}"] for s in suffixes} for name, _ in self.parts]
-        self.apply = self.format.finish(parts, self.epilogue, self.operation)
+        self.apply = self.format.finish(parts, self.epilogue, self.versions)
 
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """x: [T, in]; other: what the epilogue ``add`` adds, [T, out]."""

@@ -9,22 +9,27 @@ from octavo.ops import registry
 from octavo.ops.registry import Version
 from octavo.types import ConfigError
 
-OPERATIONS = ("embedding", "rms_norm", "linear", "paged_attention", "copy_blocks")
+OPERATIONS = ("embedding", "rms_norm", "linear", "paged_attention", "take_rows", "copy_blocks")
 
 
 def choose_versions(
-    spec: DecoderSpec, dtype: torch.dtype, device: str, deterministic: bool
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: str,
+    deterministic: bool,
+    quantized: bool = False,
 ) -> dict[str, Version]:
-    """Operation -> version, on ``device`` ("cpu", "cuda"). Raises ConfigError, in one line, where
-    ``--deterministic`` cannot be kept."""
-    found = {op: registry.runnable(op, device, dtype, deterministic) for op in OPERATIONS}
-    if missing := [op for op in OPERATIONS if not found[op]]:
+    """Operation -> version, on ``device`` ("cpu", "cuda"). ``quantized``: linears may be. Raises
+    ConfigError, in one line, where ``--deterministic`` cannot be kept."""
+    operations = (*OPERATIONS, "quantized_linear") if quantized else OPERATIONS
+    found = {op: registry.runnable(op, device, dtype, deterministic) for op in operations}
+    if missing := [op for op in operations if not found[op]]:
         raise ConfigError(
             f"--deterministic: with {str(dtype).removeprefix('torch.')} on "
             f"{'a CPU' if device == 'cpu' else 'this GPU'}, {', '.join(missing)} may round a row "
-            "differently in another batch; it needs Triton, a GPU of compute capability 8.0 to 9.0 "
-            "and --dtype bfloat16 or float16, or octavo's own kernels on a CPU with AVX512_BF16 "
-            "and without AMX, and --dtype bfloat16"
+            "differently in another batch; it needs Triton, a GPU of compute capability 8.0 to "
+            "9.0 and --dtype bfloat16 or float16, or octavo's own kernels on a CPU with --dtype "
+            "float32 (or bfloat16, with AVX512_BF16 and without AMX)"
         )
     scalings = [layer.mixer.rope.scaling for layer in spec.layers]
     if deterministic and any(isinstance(scaling, DynamicScaling) for scaling in scalings):

@@ -18,6 +18,8 @@ import torch
 _DEFINITIONS = (
     "octavo.ops.norm",
     "octavo.ops.linear",
+    "octavo.ops.quantized",
+    "octavo.ops.rows",
     "octavo.ops.attention",
     "octavo.ops.mla",
     "octavo.ops.moe",
@@ -30,6 +32,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.cpu.attention",
         "octavo.ops.native.norm",
         "octavo.ops.native.linear",
+        "octavo.ops.native.rows",
         "octavo.ops.native.attention",
     ),
     "cuda": (

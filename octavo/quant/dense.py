@@ -1,36 +1,40 @@
-"""Weights as they are: FP32, BF16 or FP16. GGUF types are dequantized into this while loading."""
+"""Weights as the checkpoint holds them: FP32, BF16 or FP16, or a GGUF file's groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.quant.format import StoredTensor
+from octavo.quant.format import BIAS, WEIGHT, LinearVersions, StoredTensor, joined_bias
 
 if TYPE_CHECKING:
     import torch
-
-_WEIGHT = StoredTensor("weight", (("out", 1), ("in", 1)))
-_BIAS = StoredTensor("bias", (("out", 1),))
 
 
 class Dense:
     name = "dense"
 
     def tensors(self, bias: bool) -> tuple[StoredTensor, ...]:
-        return (_WEIGHT, _BIAS) if bias else (_WEIGHT,)
+        return (WEIGHT, BIAS) if bias else (WEIGHT,)
 
     def finish(
         self,
-        parts: Sequence[Mapping[str, torch.Tensor]],
+        parts: Sequence[Mapping[str, Any]],
         epilogue: str,
-        linear: Callable[..., Any],
+        versions: LinearVersions,
     ) -> Callable[..., torch.Tensor]:
-        import torch
+        """Quantized weights that are fused with dense ones are expanded."""
+        from octavo.ops.quantized import QuantizedWeight
 
-        biases = [part["bias"] for part in parts if "bias" in part]
-        weights = [part["weight"] for part in parts]
-        apply: Callable[..., torch.Tensor] = linear(
-            weights, torch.cat(biases) if biases else None, epilogue
-        )
+        weights, bias = [part["weight"] for part in parts], joined_bias(parts)
+        grouped = [isinstance(weight, QuantizedWeight) for weight in weights]
+        apply: Callable[..., torch.Tensor]
+        if all(grouped):
+            apply = versions.quantized(weights, bias, epilogue, versions.dtype)
+        else:
+            dense = [
+                weight.dense().to(versions.dtype) if is_grouped else weight
+                for weight, is_grouped in zip(weights, grouped)
+            ]
+            apply = versions.dense(dense, bias, epilogue)
         return apply

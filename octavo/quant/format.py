@@ -30,6 +30,19 @@ class StoredTensor:
         return tuple(-(-sizes[axis] // span) for axis, span in self.axes)
 
 
+WEIGHT = StoredTensor("weight", (("out", 1), ("in", 1)))
+BIAS = StoredTensor("bias", (("out", 1),))
+
+
+@dataclass(frozen=True)
+class LinearVersions:
+    """The chosen versions of the linear operations (octavo.ops), and the dtype they compute in."""
+
+    dense: Callable[..., Any]
+    quantized: Callable[..., Any]
+    dtype: torch.dtype
+
+
 class Format(Protocol):
     name: str
 
@@ -38,9 +51,17 @@ class Format(Protocol):
 
     def finish(
         self,
-        parts: Sequence[Mapping[str, torch.Tensor]],
+        parts: Sequence[Mapping[str, Any]],
         epilogue: str,
-        linear: Callable[..., Any],
+        versions: LinearVersions,
     ) -> Callable[..., torch.Tensor]:
-        """``parts``: the tensors (by suffix) of each projection fused into this linear, in order.
-        ``linear``: the chosen version of the linear operation for this format."""
+        """``parts``: the tensors (by suffix) of each projection fused into this linear, in order;
+        a weight may be a ``QuantizedWeight`` where the checkpoint holds it so."""
+
+
+def joined_bias(parts: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
+    """The biases of fused projections, one after the other."""
+    import torch
+
+    biases = [part["bias"] for part in parts if "bias" in part]
+    return torch.cat(biases) if biases else None

@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from octavo.core.plan import StepPlan
+from octavo.ops.native import calls
 from octavo.types import ConfigError, StepProfile
 
 # What a kernel's or an operator's name says about its kind; the first that matches counts.
@@ -27,6 +28,7 @@ _KINDS = (
     ("rotary embedding", r"rope|rotary"),
     ("copies", r"memcpy|memset|copy|fill|cat\b|index_put|gather|scatter|indexing"),
 )
+_NATIVE = "octavo_"  # ranges that are CPU kernels of our own
 _KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
@@ -48,6 +50,7 @@ class StepProfiler:
         except OSError as error:
             raise ConfigError(f"{self._directory}: cannot be written ({error.strerror})") from error
         self._profile.start()
+        calls.name_kernels(True)
 
     def step(self, plan: StepPlan) -> AbstractContextManager[Any]:
         """The range of one step in the trace."""
@@ -58,6 +61,7 @@ class StepProfiler:
         """Writes the trace, for chrome://tracing or ui.perfetto.dev."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        calls.name_kernels(False)
         self._profile.stop()
         trace = _unused(self._directory)
         self._profile.export_chrome_trace(str(trace))
@@ -88,7 +92,8 @@ def summarize(trace: Path, num_steps: int) -> StepProfile:
         timed = [(e["name"], e["ts"], e["dur"]) for e in kernels]
         own = [(name, duration) for name, _, duration in timed]
     else:
-        timed = [(e["name"], e["ts"], e["dur"]) for e in events if e.get("cat") == "cpu_op"]
+        computing = [e for e in events if e.get("cat") == "cpu_op" or e["name"].startswith(_NATIVE)]
+        timed = [(e["name"], e["ts"], e["dur"]) for e in computing]
         own = list(_own_times(timed))
     sums: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for name, duration in own:

@@ -43,6 +43,9 @@ class DummySource:
     def stored_name(self, name: str) -> str:
         return name
 
+    def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return math.prod(shape) * dtype.itemsize
+
     def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
         return partial(self._make, name, shape, dtype)
 

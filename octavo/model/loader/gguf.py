@@ -1,13 +1,16 @@
-"""GGUF checkpoints: tensors are dequantized while loading, in torch for the common types (where the
-weights will lie: a GPU gets the stored bytes), by the ``gguf`` package for the others.
+"""GGUF checkpoints: tensors are kept in the groups they are stored in, or dequantized while
+loading, in torch for the common types (where the weights will lie: a GPU gets the stored bytes), by
+the ``gguf`` package for the others.
 
 Block layouts: https://github.com/ggml-org/ggml (ggml-common.h); a block holds 32 values.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,10 +18,15 @@ from torch import Tensor
 
 from octavo.checkpoint.gguf import GGUFFile, GGUFTensor
 from octavo.model.families.family import Family
+from octavo.model.linear import Weight
+from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, grouped
 from octavo.model.loader.source import translate
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
+from octavo.ops.quantized import QuantizedWeight
 from octavo.types import ConfigError
+
+AnyWeight = TypeVar("AnyWeight", Tensor, QuantizedWeight)
 
 
 class GGUFSource:
@@ -28,8 +36,10 @@ class GGUFSource:
         spec: DecoderSpec,
         family: Family,
         uploader: Uploader | None = None,
+        in_groups: bool = False,
     ) -> None:
-        """``uploader``: to the device that is not the CPU."""
+        """``uploader``: to the device that is not the CPU. ``in_groups``: quantized matrices come
+        as ``QuantizedWeight``, where the kernels know their type."""
         self.where = str(file.path)
         self.spec = spec
         self._names = family.gguf_names
@@ -38,13 +48,21 @@ class GGUFSource:
         self.shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
         self.dtype = _commonest(file)
         self._uploader = uploader
+        self._in_groups = in_groups
 
     def stored_name(self, name: str) -> str:
         return translate(name, self._names)
 
-    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+    def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        kind = self._file.tensors[self.stored_name(name)].type.name
+        size = bytes_per_value(kind) if self._keeps_groups(kind) else dtype.itemsize
+        return int(math.prod(shape) * size)
+
+    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Weight]:
         stored = self._file.tensors[self.stored_name(name)]
         kind = stored.type.name
+        if self._keeps_groups(kind):
+            return lambda: self._grouped(name, stored, shape)
         if self._uploader is None or not _is_decoded_here(kind):
             return lambda: self._in_order(name, self._decoded(stored, dtype).view(shape))
         raw = self._uploader.begin(self._file.path, stored.offset, stored.num_bytes)
@@ -54,15 +72,25 @@ class GGUFSource:
         if self._uploader is not None:
             self._uploader.close()
 
+    def _keeps_groups(self, kind: str) -> bool:
+        return self._in_groups and kind in KINDS
+
+    def _grouped(self, name: str, stored: GGUFTensor, shape: tuple[int, ...]) -> QuantizedWeight:
+        raw = torch.from_numpy(np.array(self._file.raw(stored.name)))
+        return self._in_order(name, grouped(raw, stored.type.name, shape))
+
     def _decoded(self, stored: GGUFTensor, dtype: torch.dtype) -> Tensor:
         raw = self._file.raw(stored.name)
         values = dequantize(raw, stored.type.name, stored.name, self.where, dtype)
         return values.to(self._uploader.device) if self._uploader else values
 
-    def _in_order(self, name: str, values: Tensor) -> Tensor:
-        if self._interleaves and name.split(".")[-2] in ("q", "k"):
-            return halves_from_neighbours(values, self.spec.layers[0].mixer.head_dim)
-        return values
+    def _in_order(self, name: str, values: AnyWeight) -> AnyWeight:
+        if not self._interleaves or name.split(".")[-2] not in ("q", "k"):
+            return values
+        order = halves_from_neighbours(
+            torch.arange(values.shape[0]), self.spec.layers[0].mixer.head_dim
+        )
+        return values[order]
 
 
 def _commonest(file: GGUFFile) -> torch.dtype | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from octavo.checkpoint.gguf import GGUFFile
 from octavo.config import GIB, EngineConfig, ModelConfig, available_memory
@@ -18,11 +17,13 @@ from octavo.model.decoder import Model, Part
 from octavo.model.dtype import choose_dtype
 from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_config
 from octavo.model.families.catalogue import family_of
+from octavo.model.linear import Weight
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
 from octavo.model.loader.safetensors import SafetensorsSource
 from octavo.model.loader.source import WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
+from octavo.model.quantization import choose_quantization
 from octavo.types import ConfigError
 
 Progress = Callable[[str, float], None]
@@ -39,7 +40,8 @@ def load_model(
     ``progress(phase, fraction)`` is called while weights load. Raises ConfigError, in one line, for
     whatever is wrong with the files, before memory is taken where the headers tell.
     """
-    with closing(open_source(Path(path), config.model, device)) as source:
+    quantization, why = choose_quantization(config.model, is_gguf(Path(path)), device)
+    with closing(open_source(Path(path), config.model, device, quantization)) as source:
         dtype, reason = choose_dtype(config.model.dtype, device, source.dtype)
         computed, kept = str(dtype).removeprefix("torch."), config.cache.kv_cache_dtype
         if kept not in ("auto", computed):
@@ -47,15 +49,19 @@ def load_model(
                 f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
                 f"with, {computed}; use auto, or --dtype {kept}"
             )
-        model = Model(source.spec, dtype, device, config.model.deterministic)
+        model = Model(source.spec, dtype, device, config.model.deterministic, quantization)
         model.reasons["dtype"] = reason
+        if quantization:
+            model.reasons["quantization"] = f"{quantization}: {why}"
         load_weights(model, source, dtype, progress)
     return model
 
 
-def open_source(path: Path, config: ModelConfig, device: str = "cpu") -> WeightSource:
+def open_source(
+    path: Path, config: ModelConfig, device: str = "cpu", quantization: str | None = None
+) -> WeightSource:
     """The checkpoint at ``path`` as ``--load-format`` says, its tensors bound for ``device``; only
-    headers are read."""
+    headers are read. ``quantization``: "gguf" keeps a file's groups."""
     file = GGUFFile(path) if is_gguf(path) else None  # a long vocabulary is parsed once
     if file is None:
         values = read_config(path, config.hf_overrides)
@@ -75,7 +81,7 @@ def open_source(path: Path, config: ModelConfig, device: str = "cpu") -> WeightS
         )
     uploader = Uploader(device) if device != "cpu" else None
     if file is not None:
-        return GGUFSource(file, spec, family, uploader)
+        return GGUFSource(file, spec, family, uploader, quantization == "gguf")
     return SafetensorsSource(path, spec, family, uploader)
 
 
@@ -92,10 +98,7 @@ def load_weights(
             wanted[name] = shape
     check_complete(source, wanted)
 
-    elements = sum(math.prod(shape) for shape in wanted.values())
-    if model.spec.tied_embeddings and model.device == "cpu":
-        elements += model.spec.vocab_size * model.spec.hidden_size  # the head's repacked copy
-    model.weight_bytes = elements * dtype.itemsize
+    model.weight_bytes = _weight_bytes(model, source, wanted, dtype)
     _check_free(model, source)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
     for index, (part, tensors) in enumerate(_fetched(parts, source, dtype, ahead)):
@@ -105,12 +108,26 @@ def load_weights(
     progress("loading weights", 1.0)
 
 
+def _weight_bytes(
+    model: Model, source: WeightSource, wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> int:
+    """What the weights take in memory once they are packed."""
+    sizes = {name: source.bytes_loaded(name, shape, dtype) for name, shape in wanted.items()}
+    if model.quantization == "int8":
+        matrices = (name for name, shape in wanted.items() if len(shape) == 2)
+        sizes |= {name: math.prod(wanted[name]) for name in matrices if name != "embed.weight"}
+    if model.spec.tied_embeddings and model.device == "cpu" and model.quantization != "gguf":
+        elements = math.prod(wanted["embed.weight"])  # the head's packed copy
+        sizes["head"] = elements * (1 if model.quantization == "int8" else dtype.itemsize)
+    return sum(sizes.values())
+
+
 def _fetched(
     parts: Sequence[Part], source: WeightSource, dtype: torch.dtype, ahead: int
-) -> Iterator[tuple[Part, dict[str, Tensor]]]:
+) -> Iterator[tuple[Part, dict[str, Weight]]]:
     """Each part with its tensors, in order. Those of later parts, up to so many bytes, are fetched
     meanwhile."""
-    coming: deque[tuple[Part, dict[str, Callable[[], Tensor]], int]] = deque()
+    coming: deque[tuple[Part, dict[str, Callable[[], Weight]], int]] = deque()
     under_way = 0
     left = iter(parts)
     while True:

@@ -58,6 +58,9 @@ class SafetensorsSource:
     def stored_name(self, name: str) -> str:
         return translate(name, self._names)
 
+    def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return math.prod(shape) * dtype.itemsize
+
     def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
         stored = self._stored[self.stored_name(name)]
         if stored.dtype not in _DTYPES:

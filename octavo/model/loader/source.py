@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from octavo.model.families.family import HARMLESS
+from octavo.model.linear import Weight
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
 
@@ -36,7 +36,10 @@ class WeightSource(Protocol):
     def stored_name(self, name: str) -> str:
         """The checkpoint's name of our tensor ``name`` (``layers.3.q.weight``)."""
 
-    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+    def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """What ``fetch`` brings of our tensor ``name``."""
+
+    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Weight]:
         """Starts to bring our tensor ``name`` to the device. The call returned gives it, converted,
         in memory of its own."""
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.ops.attention import AttentionGeometry, BatchColumns, Rope
+from octavo.ops.native import calls
 from octavo.ops.native.library import Features, Kernels, function, preferred
 from octavo.ops.registry import register
 
@@ -49,13 +49,29 @@ class _Step(ctypes.Structure):
     )
 
 
+class _Call(ctypes.Structure):
+    """OctavoAttentionCall of csrc/octavo.h."""
+
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("step", "qkv", "cache", "qk_weight", "sinks", "out")
+    )
+
+
 @dataclass(slots=True)
 class _State:
+    """What a step's layers share. The kernels read ``step`` where it lies."""
+
     step: _Step
-    address: Any  # of ``step``, as an argument
-    kernel: Any
+    kernel: str
     dtype: torch.dtype
     kept: tuple[Tensor, ...]  # what ``step`` points at
+
+    def become(self, other: _State) -> None:
+        """Calls that were made with this state are those of another step from now on."""
+        ctypes.memmove(
+            ctypes.addressof(self.step), ctypes.addressof(other.step), ctypes.sizeof(_Step)
+        )
+        self.kept = other.kept
 
 
 def kernel_name(dtype: torch.dtype) -> str | None:
@@ -87,9 +103,7 @@ class NativePagedAttention:
         self._partials = torch.empty(0)  # parts of sums of long contexts, within one call
         self._plan = function("octavo_attention_plan", c_void_p)
         self._kernels = {
-            dtype: function(name, *[c_void_p] * 6)
-            for dtype in KERNELS
-            if (name := kernel_name(dtype)) is not None
+            dtype: name for dtype in KERNELS if (name := kernel_name(dtype)) is not None
         }
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -123,16 +137,15 @@ class NativePagedAttention:
             geometry.softcap or 0.0,
             geometry.qk_norm_eps or 0.0,
         )
-        address = ctypes.byref(step)
-        tasks = self._plan_tasks(step, address)
+        tasks = self._plan_tasks(step)
         kept = (batch.slot_mapping, starts, lengths, tables, cos, sin, tasks)
-        return _State(step, address, self._kernels[dtype], dtype, kept)
+        return _State(step, self._kernels[dtype], dtype, kept)
 
-    def _plan_tasks(self, step: _Step, address: Any) -> Tensor:
+    def _plan_tasks(self, step: _Step) -> Tensor:
         while True:
             tasks = torch.empty(self._capacity * TASK_BYTES, dtype=torch.uint8)
             step.tasks, step.capacity = tasks.data_ptr(), self._capacity
-            self._plan(address)
+            self._plan(ctypes.addressof(step))
             needed = step.num_tasks + step.num_merges
             if needed <= self._capacity:
                 break
@@ -157,17 +170,19 @@ class NativePagedAttention:
         if qkv.dtype != state.dtype:
             raise ValueError(f"prepared for {state.dtype}, not {qkv.dtype}")
         qkv = qkv.contiguous()
-        if qk_weight is not None:
-            qk_weight = qk_weight.to(qkv.dtype).contiguous()
+        if qk_weight is not None and qk_weight.dtype != qkv.dtype:
+            qk_weight = qk_weight.to(qkv.dtype)
+        qk_weight = None if qk_weight is None else qk_weight.contiguous()
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        out = qkv.new_empty(len(qkv), self.geometry.num_heads * self.geometry.head_dim)
-        state.kernel(
-            state.address,
+        out = calls.empty(len(qkv), self.geometry.num_heads * self.geometry.head_dim, qkv.dtype)
+        arguments = _Call(
+            ctypes.addressof(state.step),
             qkv.data_ptr(),
             cache.data_ptr(),
             None if qk_weight is None else qk_weight.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
         )
+        calls.call(state.kernel, arguments, state, cache, qk_weight, sinks)
         return out

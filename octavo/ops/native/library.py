@@ -12,11 +12,12 @@ from enum import IntFlag
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import torch  # noqa: F401  (brings the OpenMP runtime whose threads the kernels use)
 
-Kernel = Callable[..., None]
-INTERFACE = 1  # OCTAVO_INTERFACE of csrc/octavo.h
+Kernel = Callable[..., Any]
+INTERFACE = 2  # OCTAVO_INTERFACE of csrc/octavo.h
 
 
 class Features(IntFlag):
@@ -25,6 +26,7 @@ class Features(IntFlag):
     AVX2 = 1
     AVX512 = 2
     AVX512_BF16 = 4
+    AVX512_VNNI = 8
 
 
 Kernels = tuple[tuple[Features, str], ...]  # with what each needs of a CPU, the best one first
@@ -77,10 +79,23 @@ def preferred(kernels: Kernels) -> str | None:
 
 
 def function(name: str, *types: type) -> Kernel:
-    """The kernel of that name, whose arguments have these ctypes and which returns nothing. To be
-    asked for where ``features`` names its instruction set."""
+    """The function of that name, whose arguments have these ctypes and which returns an int64, if
+    anything. To be asked for where there is a library."""
+    found: Kernel = _symbol(name)
+    found.argtypes, found.restype = types, ctypes.c_int64  # type: ignore[attr-defined]
+    return found
+
+
+@cache
+def address(name: str) -> int:
+    """Of a kernel, for ``calls.call``. To be asked for where ``features`` names its instruction
+    set."""
+    found = ctypes.cast(_symbol(name), ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+def _symbol(name: str) -> Any:
     library = load()
     assert library is not None
-    found: Kernel = getattr(library, name)
-    found.argtypes, found.restype = types, None  # type: ignore[attr-defined]
-    return found
+    return getattr(library, name)

@@ -1,115 +1,237 @@
-"""Linears in BF16 through VDPBF16PS (csrc/linear.h), on weights packed once.
+"""Linears on weights that are packed once (csrc/linear.h): dense ones, and quantized ones.
 
-One packed copy serves a single row and a prompt alike. Every output is one accumulator over
-ascending inputs, so a row's bits are the same in any batch.
+One packed copy serves a single row and a prompt alike. A row's bits are the same in any batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Structure, addressof, c_int64, c_void_p
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from octavo.ops.linear import Epilogue
-from octavo.ops.native import memory
-from octavo.ops.native.library import Features, Kernel, features, function
+from octavo.ops.native import calls, memory
+from octavo.ops.native.library import Features, Kernels, function, preferred
+from octavo.ops.quantized import QuantizedWeight, alike
 from octavo.ops.registry import register
 
-_VECTOR = 16  # FP32 numbers in a register
-_PANEL = 2 * _VECTOR  # lanes
+_HALF = 16  # lanes of the gate and of the up projection in a panel
+_PANEL = 2 * _HALF  # lanes
 _EPILOGUES: dict[Epilogue, int] = {"none": 0, "add": 1, "silu_mul": 2, "logits": 3}
+_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+DENSE: dict[torch.dtype, Kernels] = {
+    torch.float32: (
+        (Features.AVX512, "octavo_linear_f32_avx512"),
+        (Features.AVX2, "octavo_linear_f32_avx2"),
+    ),
+    torch.bfloat16: ((Features.AVX512_BF16, "octavo_linear_bf16_avx512bf16"),),
+}
+QUANTIZED: Kernels = (
+    (Features.AVX512_VNNI, "octavo_linear_quantized_avx512vnni"),
+    (Features.AVX2, "octavo_linear_quantized_avx2"),
+)
 
 
-class _OctavoLinear(Structure):
+class _Linear(Structure):
+    """OctavoLinear of csrc/octavo.h."""
+
     _fields_ = (
         ("weights", c_void_p),
         ("bias", c_void_p),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("epilogue", c_int64),
+        *((name, c_int64) for name in ("inputs", "outputs", "epilogue", "element")),
+        *((name, c_int64) for name in ("bits", "group", "zero", "has_minimums", "wide_scales")),
     )
 
 
-@cache
-def _kernels() -> tuple[Kernel, Kernel]:
-    """The one that packs and the one that multiplies."""
-    pack = function("octavo_linear_pack", c_void_p, *(c_int64,) * 5, c_void_p)
-    return pack, function("octavo_linear_bf16_avx512bf16", *(c_void_p,) * 4, c_int64)
+class _Place(Structure):
+    """OctavoPlace."""
+
+    _fields_ = tuple((name, c_int64) for name in ("rows", "first", "width", "offset"))
 
 
-def available(device: str, dtype: torch.dtype) -> bool:
-    """Not with AMX: oneDNN uses it, and against that these kernels have not been measured."""
-    if device != "cpu" or dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported():
-        return False
-    return Features.AVX512_BF16 in features()
+class _Call(Structure):
+    """OctavoLinearCall."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("linear", "x", "other", "y", "scratch", "rows"))
 
 
-@register("linear", "native", available, tolerance=1.0, batch_invariant="yes")
-class NativeLinear:
-    """``logits`` are in FP32 from the accumulators on; ``add`` writes over its operand."""
+class _Lookup(Structure):
+    """OctavoLookupCall."""
 
-    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -> None:
-        """weights: BF16, each [out_i, in]; with ``silu_mul`` the gate's and the up projection's,
-        or one whose halves they are. They are copied. Raises ValueError for another dtype."""
-        if any(weight.dtype != torch.bfloat16 for weight in weights):
-            raise ValueError(f"the weights must be in BF16, not {[w.dtype for w in weights]}")
-        silu = epilogue == "silu_mul"
-        if silu and len(weights) == 1:
-            weights = weights[0].chunk(2)
-        self._inputs = weights[0].shape[1]
-        rows = sum(len(weight) for weight in weights)
-        self._outputs = rows // 2 if silu else rows
-        panels = -(-self._outputs // (_VECTOR if silu else _PANEL))
-        self._panels = memory.zeros(panels * -(-self._inputs // 2) * _PANEL * 4)
-        pack, self._multiply = _kernels()
-        first = 0
-        for index, weight in enumerate(weights):
-            # Gate and up share panels, half of the lanes each; other weights follow one another.
-            place = (0, _VECTOR, index * _VECTOR) if silu else (first, _PANEL, 0)
-            weight, to = weight.contiguous(), self._panels.data_ptr()
-            pack(weight.data_ptr(), len(weight), self._inputs, *place, to)
-            first += len(weight)
-        self._bias = None if bias is None else _by_lane(bias, panels, silu)
-        self._linear = _OctavoLinear(
-            self._panels.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            self._inputs,
-            self._outputs,
-            _EPILOGUES[epilogue],
+    _fields_ = tuple((name, c_void_p) for name in ("linear", "ids", "y", "rows"))
+
+
+class _Packed:
+    """A linear in panels: all but how the weights get there."""
+
+    recordable = True  # on a tape (calls.py)
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        inputs: int,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+        kernel: str,
+    ) -> None:
+        """rows: of each weight. dtype: of x, BF16 or FP32."""
+        silu, total = epilogue == "silu_mul", sum(rows)
+        self._inputs, self._dtype = inputs, dtype
+        self._outputs = total // 2 if silu else total
+        self._adds = epilogue == "add"
+        self._out_dtype = torch.float32 if epilogue == "logits" else dtype
+        self._kernel = kernel
+        self._bias = None if bias is None else _by_lane(bias, self._outputs, silu)
+        self._linear = _Linear(
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            inputs=inputs,
+            outputs=self._outputs,
+            epilogue=_EPILOGUES[epilogue],
+            element=_ELEMENTS[dtype],
         )
         self._at = addressof(self._linear)
-        self._adds = epilogue == "add"
-        self._dtype = torch.float32 if epilogue == "logits" else torch.bfloat16
+        # Gate and up share panels, half of the lanes each; other weights follow one another.
+        firsts = [0, 0] if silu else [sum(rows[:i]) for i in range(len(rows))]
+        self._places = [
+            _Place(count, first, _HALF if silu else _PANEL, _HALF * index if silu else 0)
+            for index, (count, first) in enumerate(zip(rows, firsts))
+        ]
+
+    def _allocate(self) -> None:
+        """Once ``_linear`` says what the weights are."""
+        self._panels = memory.zeros(function("octavo_linear_bytes", c_void_p)(self._at))
+        self._linear.weights = self._panels.data_ptr()
+        self._scratch = function("octavo_linear_scratch", c_void_p, c_int64)
 
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """x: BF16 [T, in]; other: BF16 [T, out], which ``add`` needs. Raises ValueError if they do
-        not fit."""
-        rows = x.shape[0]
-        if x.shape[1] != self._inputs or x.dtype != torch.bfloat16:
-            raise ValueError(f"x must be BF16 [T, {self._inputs}], not {x.dtype} {[*x.shape]}")
+        """x: [T, in]; other: [T, out], which ``add`` needs and writes over. ``logits`` are in FP32.
+        Raises ValueError if they do not fit."""
+        count = len(x)
+        if x.shape[1] != self._inputs or x.dtype != self._dtype:
+            raise ValueError(
+                f"x must be {_name(self._dtype)} [T, {self._inputs}], not {x.dtype} {[*x.shape]}"
+            )
         x = x.contiguous()
-        if not self._adds:
-            if other is not None:
-                raise ValueError("only the epilogue add takes an operand")
-            y = torch.empty(rows, self._outputs, dtype=self._dtype)
-            self._multiply(self._at, x.data_ptr(), None, y.data_ptr(), rows)
-            return y
-        if other is None or other.shape != (rows, self._outputs) or other.dtype != self._dtype:
-            raise ValueError(f"the epilogue add needs an operand BF16 [{rows}, {self._outputs}]")
-        other = other.contiguous()
-        y = torch.empty_like(other) if other is x else other
-        self._multiply(self._at, x.data_ptr(), other.data_ptr(), y.data_ptr(), rows)
+        if self._adds:
+            expected = (count, self._outputs)
+            if other is None or other.shape != expected or other.dtype != self._dtype:
+                raise ValueError(
+                    f"the epilogue add needs an operand {_name(self._dtype)} {[*expected]}"
+                )
+            other = other.contiguous()
+        elif other is not None:
+            raise ValueError("only the epilogue add takes an operand")
+        if other is not None and other is not x:
+            y = other
+        else:
+            y = calls.empty(count, self._outputs, self._out_dtype)
+        scratch = None
+        if size := self._scratch(self._at, count):
+            scratch = calls.empty(1, size, torch.uint8)
+        rows = calls.rows_of(x)
+        arguments = _Call(
+            self._at,
+            x.data_ptr(),
+            None if other is None else other.data_ptr(),
+            y.data_ptr(),
+            None if scratch is None else scratch.data_ptr(),
+            addressof(rows),
+        )
+        calls.call(self._kernel, arguments, self)
         return y
 
 
-def _by_lane(bias: Tensor, panels: int, silu: bool) -> Tensor:
+def _available(device: str, dtype: torch.dtype) -> bool:
+    """Not in BF16 with AMX: oneDNN uses it, and against that these kernels have not been
+    measured."""
+    if device != "cpu" or (dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
+        return False
+    return preferred(DENSE.get(dtype, ())) is not None
+
+
+@register("linear", "native", _available, tolerance=1.0, batch_invariant="yes")
+class NativeLinear(_Packed):
+    """Every output is one accumulator over ascending inputs. ``logits`` are in FP32 from the
+    accumulators on; ``add`` writes over its operand."""
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -> None:
+        """weights: BF16 or FP32, each [out_i, in]; with ``silu_mul`` the gate's and the up
+        projection's, or one whose halves they are. They are copied. Raises ValueError for other
+        dtypes."""
+        dtype = weights[0].dtype
+        kernel = preferred(DENSE.get(dtype, ()))
+        if kernel is None or any(weight.dtype != dtype for weight in weights):
+            raise ValueError(
+                f"the weights must be in BF16 or FP32, not {[w.dtype for w in weights]}"
+            )
+        if epilogue == "silu_mul" and len(weights) == 1:
+            weights = weights[0].chunk(2)
+        inputs = weights[0].shape[1]
+        super().__init__([len(w) for w in weights], inputs, bias, epilogue, dtype, kernel)
+        self._allocate()
+        pack = function("octavo_linear_pack", *(c_void_p,) * 3)
+        for weight, place in zip(weights, self._places):
+            weight = weight.contiguous()
+            pack(self._at, weight.data_ptr(), addressof(place))
+
+
+def _quantized_available(device: str, dtype: torch.dtype) -> bool:
+    return device == "cpu" and dtype in _ELEMENTS and preferred(QUANTIZED) is not None
+
+
+@register("quantized_linear", "native", _quantized_available, tolerance=4.0, batch_invariant="yes")
+class NativeQuantizedLinear(_Packed):
+    """Sums within a group are exact, those of groups are added in FP32 in ascending order."""
+
+    def __init__(
+        self,
+        weights: Sequence[QuantizedWeight],
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+    ) -> None:
+        """As the definition. They are copied, in one kind that holds them all."""
+        kernel = preferred(QUANTIZED)
+        assert kernel is not None, "not available"
+        weights = alike(weights)
+        if epilogue == "silu_mul" and len(weights) == 1:
+            half = len(weights[0].codes) // 2
+            weights = [weights[0][:half], weights[0][half:]]
+        first, inputs = weights[0], weights[0].shape[1]
+        super().__init__([len(w.codes) for w in weights], inputs, bias, epilogue, dtype, kernel)
+        self._linear.bits, self._linear.group = first.bits, first.group
+        self._linear.zero = first.zero
+        self._linear.has_minimums = first.minimums is not None
+        self._linear.wide_scales = first.scales.dtype == torch.float32
+        self._allocate()
+        pack = function("octavo_linear_pack_codes", *(c_void_p,) * 5)
+        for weight, place in zip(weights, self._places):
+            codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+            minimums = None if weight.minimums is None else weight.minimums.contiguous()
+            low = None if minimums is None else minimums.data_ptr()
+            pack(self._at, codes.data_ptr(), scales.data_ptr(), low, addressof(place))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        ids = ids.contiguous()
+        y, rows = calls.empty(len(ids), self._inputs, self._dtype), calls.rows_of(ids)
+        arguments = _Lookup(self._at, ids.data_ptr(), y.data_ptr(), addressof(rows))
+        calls.call("octavo_linear_lookup", arguments, self)
+        return y
+
+
+def _by_lane(bias: Tensor, outputs: int, silu: bool) -> Tensor:
     """FP32 [panels, 32]: the bias in the order of the lanes, zeros where there is no output."""
     parts = bias.float().chunk(2) if silu else (bias.float(),)
     width = _PANEL // len(parts)
+    panels = -(-outputs // width)
     lanes = torch.zeros(len(parts), panels * width)
     for lane, part in zip(lanes, parts):
         lane[: len(part)] = part
     return lanes.view(len(parts), panels, width).transpose(0, 1).reshape(panels, _PANEL)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "BF16", torch.float32: "FP32"}[dtype]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import Structure, addressof, c_float, c_int64, c_void_p
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from octavo.ops.native.library import Features, Kernel, Kernels, function, preferred
+from octavo.ops.native import calls
+from octavo.ops.native.library import Features, Kernels, preferred
 from octavo.ops.registry import register
 
 KERNELS: dict[torch.dtype, Kernels] = {
@@ -23,16 +24,21 @@ KERNELS: dict[torch.dtype, Kernels] = {
 }
 
 
-@cache
-def kernel(name: str) -> Kernel:
-    return function(name, *(c_void_p,) * 3, c_int64, c_int64, c_float)
+class _Call(Structure):
+    """OctavoNormCall of csrc/octavo.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weight", "y", "rows")),
+        ("size", c_int64),
+        ("eps", c_float),
+    )
 
 
 @cache
-def _chosen(dtype: torch.dtype) -> Kernel:
+def _chosen(dtype: torch.dtype) -> str:
     name = preferred(KERNELS[dtype])
     assert name is not None, "not available"
-    return kernel(name)
+    return name
 
 
 def _available(device: str, dtype: torch.dtype) -> bool:
@@ -41,9 +47,14 @@ def _available(device: str, dtype: torch.dtype) -> bool:
 
 @register("rms_norm", "native", _available, batch_invariant="yes")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return run(_chosen(x.dtype), x, weight, eps)
+
+
+def run(kernel: str, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
-    y = torch.empty_like(x)
     size = x.shape[-1]
-    run = _chosen(x.dtype)
-    run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // size, size, eps)
-    return y
+    flat = x.view(-1, size)
+    y, rows = calls.empty(len(flat), size, x.dtype), calls.rows_of(flat)
+    pointers = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), addressof(rows))
+    calls.call(kernel, _Call(*pointers, size, eps), weight)
+    return y.view(x.shape)

@@ -1,4 +1,4 @@
-// What attention multiplies where an instruction set has no product of BF16: FP32 numbers, or BF16
+// What is multiplied where an instruction set has no product of BF16: FP32 numbers, or BF16
 // numbers that are widened to FP32 at each use. `Vectors`: see vectors_avx512.h.
 #pragma once
 

@@ -1,0 +1,100 @@
+// Linears on dense weights.
+//
+// `Isa` brings an Element, products of kStep of them (see elements.h), and one_input(from): the
+// last one of an odd number of inputs, and a zero, for all lanes.
+#pragma once
+
+#include "linear.h"
+#include "linear_scratch.h"
+
+namespace octavo {
+namespace {  // see numbers.h
+
+// ROWS rows by a panel: their sums are kept in registers over all inputs.
+template <class Isa, int MAX_ROWS>
+class Dense {
+ public:
+  using Element = typename Isa::Element;
+  static constexpr int kMaxRows = MAX_ROWS;
+  static constexpr int64_t kStepBytes = kPanel * Isa::kStep * sizeof(Element);
+  static constexpr int64_t kAhead = 4096;
+
+  explicit Dense(const OctavoLinearCall& call)
+      : call_(call), inputs_(call.linear->inputs), stride_(inputs_) {
+    x_ = static_cast<const Element*>(call.x);
+    // Where a tile's rows would meet in so few sets of the L1 cache that they do not fit there,
+    // they are copied to places further apart.
+    copied_ = *call.rows >= kMaxRows / 2 && rows_conflict(*call.linear);
+    if (!copied_) return;
+    x_ = static_cast<const Element*>(call.scratch);
+    stride_ += kApart / sizeof(Element);
+  }
+
+  void prepare() const {
+    if (!copied_) return;
+    const Element* const from = static_cast<const Element*>(call_.x);
+    Element* const to = static_cast<Element*>(call_.scratch);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < *call_.rows; ++row)
+      std::memcpy(to + row * stride_, from + row * inputs_, inputs_ * sizeof(Element));
+  }
+
+  int64_t chunk() const { return 28 * 14 / sizeof(Element); }
+  int64_t block() const { return chunk(); }
+  int64_t panel_bytes() const { return ceil_div(inputs_, Isa::kStep) * kStepBytes; }
+  const char* panel(int64_t i) const {
+    return static_cast<const char*>(call_.linear->weights) + i * panel_bytes();
+  }
+
+  template <int ROWS>
+  void multiply(int64_t row, int64_t panel_index, Ahead ahead) const {
+    const Element* x = x_ + row * stride_;
+    const Element* weights = reinterpret_cast<const Element*>(panel(panel_index));
+    Sums<ROWS> sums;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+      for (int v = 0; v < kVecs<Isa>; ++v) sums[r][v] = Isa::set(0.0f);
+
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < inputs_ / Isa::kStep; ++i) {
+      ahead.fetch<kLevel<ROWS>, kStepBytes / kLine>();
+      add_inputs<false>(sums, x + Isa::kStep * i, weights);
+      weights += Isa::kStep * kPanel;
+    }
+    if (inputs_ % Isa::kStep) add_inputs<true>(sums, x + inputs_ - 1, weights);
+
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) finish<Isa>(call_, sums[r], row + r, panel_index);
+  }
+
+ private:
+  template <int ROWS>
+  using Sums = typename Isa::Vec[ROWS][kVecs<Isa>];
+
+  // More rows take long enough for L2, and with several tiles the next panel is too large for L1.
+  template <int ROWS>
+  static constexpr int kLevel = ROWS < kMaxRows / 2 ? 1 : 2;
+
+  template <bool LAST_OF_ODD, int ROWS>
+  OCTAVO_INLINE void add_inputs(typename Isa::Vec (&sums)[ROWS][kVecs<Isa>], const Element* x,
+                                const Element* weights) const {
+    typename Isa::Operand lanes[kVecs<Isa>];
+    for (int v = 0; v < kVecs<Isa>; ++v)
+      lanes[v] = Isa::operand(weights + v * Isa::kWidth * Isa::kStep);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const Element* from = x + r * stride_;
+      const auto inputs = LAST_OF_ODD ? Isa::one_input(from) : Isa::broadcast(from);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs<Isa>; ++v) sums[r][v] = Isa::dot(sums[r][v], lanes[v], inputs);
+    }
+  }
+
+  const OctavoLinearCall& call_;
+  const Element* x_;
+  int64_t inputs_, stride_;
+  bool copied_;
+};
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,143 @@
+// Packing weights into panels, once, and reading rows of them back.
+#pragma GCC target("avx2,fma,f16c")
+
+#include "linear.h"
+#include "linear_scratch.h"
+
+#include <immintrin.h>
+
+namespace octavo {
+namespace {
+
+// How the panels of quantized weights are cut (see OctavoLinear).
+struct CodeLayout {
+  int64_t scale_size, header, group;  // bytes
+  explicit CodeLayout(const OctavoLinear& linear)
+      : scale_size(linear.wide_scales ? sizeof(float) : sizeof(uint16_t)),
+        header((linear.has_minimums ? 2 : 1) * kPanel * scale_size),
+        group(header + linear.group * kPanel * linear.bits / 8) {}
+};
+
+// Where the code of a lane and an input of a group lies: its byte, and how far up in it.
+struct CodePlace {
+  int64_t byte;
+  int shift;
+  CodePlace(int64_t bits, int64_t lane, int64_t input)
+      : byte(bits == 4 ? input / 4 * 64 + lane % kHalf * 4 + input % 4
+                       : input / 4 * 128 + lane * 4 + input % 4),
+        shift(bits == 4 && lane >= kHalf ? 4 : 0) {}
+};
+
+struct Lane {
+  int64_t panel, lane;
+  Lane(const OctavoPlace& place, int64_t row)
+      : panel((place.first + row) / place.width),
+        lane(place.offset + (place.first + row) % place.width) {}
+};
+
+template <class T>
+void pack(const OctavoLinear& linear, const T* weight, const OctavoPlace& place) {
+  constexpr int64_t step = sizeof(T) == 2 ? 2 : 1;
+  const int64_t size = ceil_div(linear.inputs, step) * step * kPanel;
+  T* const panels = static_cast<T*>(const_cast<void*>(linear.weights));
+#pragma omp parallel for
+  for (int64_t row = 0; row < place.rows; ++row) {
+    const Lane at(place, row);
+    const T* from = weight + row * linear.inputs;
+    T* to = panels + at.panel * size + step * at.lane;
+    for (int64_t i = 0; i < linear.inputs; ++i) to[i / step * step * kPanel + i % step] = from[i];
+  }
+}
+
+float read_scale(const OctavoLinear& linear, const char* scales, int64_t lane) {
+  if (linear.wide_scales) return reinterpret_cast<const float*>(scales)[lane];
+  return _cvtsh_ss(reinterpret_cast<const uint16_t*>(scales)[lane]);
+}
+
+template <class T>
+void look_up(const OctavoLinear& linear, int64_t id, T* y) {
+  const CodeLayout layout(linear);
+  const int64_t groups = num_groups(linear), lane = id % kPanel;
+  const char* block = static_cast<const char*>(linear.weights) + id / kPanel * groups * layout.group;
+  for (int64_t g = 0; g < groups; ++g, block += layout.group) {
+    const float scale = read_scale(linear, block, lane);
+    const float minimum =
+        linear.has_minimums ? read_scale(linear, block + kPanel * layout.scale_size, lane) : 0.0f;
+    const int64_t first = g * linear.group, count = least(linear.group, linear.inputs - first);
+    for (int64_t i = 0; i < count; ++i) {
+      const CodePlace at(linear.bits, lane, i);
+      const int code = static_cast<uint8_t>(block[layout.header + at.byte]) >> at.shift &
+                       ((1 << linear.bits) - 1);
+      const auto value = static_cast<float>(code - static_cast<int>(linear.zero));
+      y[first + i] = from_float<T>(value * scale + minimum);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace octavo
+
+int64_t octavo_linear_bytes(const OctavoLinear* linear) {
+  using namespace octavo;
+  if (linear->bits)
+    return num_panels(*linear) * num_groups(*linear) * CodeLayout(*linear).group;
+  const int64_t step = linear->element == OCTAVO_BF16 ? 2 : 1;
+  return num_panels(*linear) * ceil_div(linear->inputs, step) * step * kPanel *
+         element_size(*linear);
+}
+
+int64_t octavo_linear_scratch(const OctavoLinear* linear, int64_t rows) {
+  using namespace octavo;
+  if (linear->bits) return RoundedLayout::bytes(*linear, rows);
+  return rows_conflict(*linear) ? rows * (linear->inputs * element_size(*linear) + kApart) : 0;
+}
+
+void octavo_linear_pack(const OctavoLinear* linear, const void* weight, const OctavoPlace* place) {
+  if (linear->element == OCTAVO_BF16) {
+    octavo::pack(*linear, static_cast<const octavo::bf16*>(weight), *place);
+  } else {
+    octavo::pack(*linear, static_cast<const float*>(weight), *place);
+  }
+}
+
+void octavo_linear_pack_codes(const OctavoLinear* linear, const uint8_t* codes, const void* scales,
+                              const void* minimums, const OctavoPlace* place) {
+  using namespace octavo;
+  const CodeLayout layout(*linear);
+  const int64_t groups = num_groups(*linear), size = layout.scale_size;
+  char* const panels = static_cast<char*>(const_cast<void*>(linear->weights));
+#pragma omp parallel for
+  for (int64_t half = 0; half < 2; ++half) {  // rows whose codes share bytes are one thread's
+    for (int64_t row = 0; row < place->rows; ++row) {
+      const Lane at(*place, row);
+      if (at.panel % 2 != half) continue;
+      char* block = panels + at.panel * groups * layout.group;
+      for (int64_t g = 0; g < groups; ++g, block += layout.group) {
+        const int64_t from = (row * groups + g) * size;
+        std::memcpy(block + at.lane * size, static_cast<const char*>(scales) + from, size);
+        if (minimums)
+          std::memcpy(block + (kPanel + at.lane) * size,
+                      static_cast<const char*>(minimums) + from, size);
+        const int64_t first = g * linear->group;
+        for (int64_t i = 0; i < least(linear->group, linear->inputs - first); ++i) {
+          const CodePlace to(linear->bits, at.lane, i);
+          block[layout.header + to.byte] |=
+              static_cast<char>(codes[row * linear->inputs + first + i] << to.shift);
+        }
+      }
+    }
+  }
+}
+
+void octavo_linear_lookup(const void* arguments) {
+  const auto& call = *static_cast<const OctavoLookupCall*>(arguments);
+  const int64_t inputs = call.linear->inputs;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < *call.rows; ++i) {
+    if (call.linear->element == OCTAVO_BF16) {
+      octavo::look_up(*call.linear, call.ids[i], static_cast<octavo::bf16*>(call.y) + i * inputs);
+    } else {
+      octavo::look_up(*call.linear, call.ids[i], static_cast<float*>(call.y) + i * inputs);
+    }
+  }
+}

@@ -1,0 +1,233 @@
+// Linears on quantized weights: products of 8 bits, summed up exactly within a group.
+//
+// `Isa` brings, beside its vectors, `Ints` of as many int32 as a Vec has numbers, and
+//   codes<BITS>(from, to)         32 lanes' codes of four inputs each, less kOffset<BITS>
+//   dot<BITS>(sums, codes, quad)  sums + the products of codes and four inputs
+//   load_halves(from)             FP16 numbers as FP32
+//   set_ints(x), quad(from), floats(ints)
+#pragma once
+
+#include "linear.h"
+#include "linear_scratch.h"
+
+namespace octavo {
+namespace {  // see numbers.h
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// max |x|, NaN if one is.
+template <class T>
+inline float largest_of(const T* x, int64_t count) {
+  uint32_t top = 0;  // the order of positive numbers is that of their bits, NaN above infinity
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = bits_of(to_float(x[i])) & 0x7fffffffu;
+    top = bits > top ? bits : top;
+  }
+  float found;
+  std::memcpy(&found, &top, sizeof found);
+  return found;
+}
+
+// Numbers times `factor`, -127 .. 127, as whole numbers. Returns their sum.
+template <class T>
+inline int32_t round_to(int8_t* to, const T* x, int64_t count, float factor) {
+  const float whole = 12582912.0f;  // 1.5 * 2^23: a sum with it has no digits after the point
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto value = static_cast<int8_t>(bits_of(to_float(x[i]) * factor + whole) -
+                                           bits_of(whole));
+    to[i] = value;
+    sum += value;
+  }
+  return sum;
+}
+
+template <class Isa, int BITS, int MAX_ROWS>
+class Quantized {
+ public:
+  static constexpr int kMaxRows = MAX_ROWS;
+  static constexpr int64_t kStepBytes = kPanel * 4 * BITS / 8;
+  static constexpr int64_t kAhead = 8192;
+  static_assert(RoundedLayout::kMaxWidth % kMaxRows == 0, "tiles of a full block are full");
+
+  explicit Quantized(const OctavoLinearCall& call)
+      : call_(call),
+        linear_(*call.linear),
+        layout_(linear_, *call.rows),
+        groups_(num_groups(linear_)),
+        header_bytes_((linear_.has_minimums ? 2 : 1) * kPanel * scale_size()),
+        rounded_(static_cast<char*>(call.scratch)) {}
+
+  void prepare() const {
+    if (linear_.element == OCTAVO_BF16) {
+      round_rows(static_cast<const bf16*>(call_.x));
+    } else {
+      round_rows(static_cast<const float*>(call_.x));
+    }
+  }
+
+  int64_t block() const { return largest(1, layout_.width); }
+  int64_t chunk() const { return 16 * block(); }
+  int64_t panel_bytes() const {
+    return groups_ * (header_bytes_ + linear_.group / 4 * kStepBytes);
+  }
+  const char* panel(int64_t i) const {
+    return static_cast<const char*>(linear_.weights) + i * panel_bytes();
+  }
+
+  template <int ROWS>
+  void multiply(int64_t row, int64_t panel_index, Ahead ahead) const {
+    const char* weights = panel(panel_index);
+    Sums<ROWS> sums;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+      for (int v = 0; v < kVecs<Isa>; ++v) sums[r][v] = Isa::set(0.0f);
+
+    for (int64_t g = 0; g < groups_; ++g) {
+      const char* const header = weights;
+      weights += header_bytes_;
+      const Inputs x = inputs(row, g);
+      Dots<ROWS> dots;
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < kVecs<Isa>; ++v) dots[r][v] = Isa::set_ints(x.starts[r]);
+      add_quads<ROWS>(dots, x.quads, weights, linear_.group / 4, ahead);
+      weights += linear_.group / 4 * kStepBytes;
+      add_group<ROWS>(sums, dots, x, header);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) finish<Isa>(call_, sums[r], row + r, panel_index);
+  }
+
+ private:
+  using Vec = typename Isa::Vec;
+  using Ints = typename Isa::Ints;
+  template <int ROWS>
+  using Sums = Vec[ROWS][kVecs<Isa>];
+  template <int ROWS>
+  using Dots = Ints[ROWS][kVecs<Isa>];
+
+  // A group of a block's inputs, from some row on.
+  struct Inputs {
+    const float* scales;
+    const float* sums;
+    const int32_t* starts;
+    const int8_t* quads;
+  };
+  Inputs inputs(int64_t row, int64_t group) const {
+    const int64_t distance = layout_.width * sizeof(float);
+    const char* const at = rounded_ + row / layout_.width * layout_.block_bytes +
+                           group * layout_.group_bytes + row % layout_.width * sizeof(float);
+    return {reinterpret_cast<const float*>(at), reinterpret_cast<const float*>(at + distance),
+            reinterpret_cast<const int32_t*>(at + 2 * distance),
+            reinterpret_cast<const int8_t*>(at + 3 * distance)};
+  }
+
+  template <int ROWS>
+  OCTAVO_INLINE void add_quads(Dots<ROWS>& dots, const int8_t* x, const char* weights,
+                               int64_t quads, Ahead& ahead) const {
+    const int64_t width = 4 * layout_.width;
+#pragma GCC unroll 1
+    for (int64_t q = 0; q < quads; ++q, weights += kStepBytes, x += width) {
+      ahead.fetch<1, kStepBytes / kLine>();
+      Ints codes[kVecs<Isa>];
+      Isa::template codes<BITS>(weights, codes);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        const Ints quad = Isa::quad(x + 4 * r);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs<Isa>; ++v)
+          dots[r][v] = Isa::template dot<BITS>(dots[r][v], codes[v], quad);
+      }
+    }
+  }
+
+  // A group's exact sums, times the scales of weights and inputs, and what the minimums add.
+  template <int ROWS>
+  OCTAVO_INLINE void add_group(Sums<ROWS>& sums, const Dots<ROWS>& dots, const Inputs& x,
+                               const char* header) const {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs<Isa>; ++v) {
+      const Vec scale = scales(header, v);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        const Vec both = Isa::mul(scale, Isa::set(x.scales[r]));
+        sums[r][v] = Isa::fma(both, Isa::floats(dots[r][v]), sums[r][v]);
+      }
+    }
+    if (!linear_.has_minimums) return;
+    header += kPanel * scale_size();
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs<Isa>; ++v) {
+      const Vec minimum = scales(header, v);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r)
+        sums[r][v] = Isa::fma(minimum, Isa::set(x.sums[r]), sums[r][v]);
+    }
+  }
+
+  int64_t scale_size() const { return linear_.wide_scales ? sizeof(float) : sizeof(uint16_t); }
+
+  OCTAVO_INLINE Vec scales(const char* header, int v) const {
+    if (linear_.wide_scales)
+      return Isa::load(reinterpret_cast<const float*>(header) + v * Isa::kWidth);
+    return Isa::load_halves(reinterpret_cast<const uint16_t*>(header) + v * Isa::kWidth);
+  }
+
+  // A task is a group of a block: what it writes lies together.
+  template <class T>
+  void round_rows(const T* x) const {
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < layout_.blocks * groups_; ++task) {
+      const int64_t first = task / groups_ * layout_.width;
+      const int64_t end = least(first + layout_.width, *call_.rows);
+      for (int64_t row = first; row < end; ++row) round_inputs(x, row, task % groups_);
+    }
+  }
+
+  template <class T>
+  void round_inputs(const T* x, int64_t row, int64_t group) const {
+    constexpr int64_t kAtATime = 256;
+    const int64_t first = group * linear_.group, count = least(linear_.group, linear_.inputs - first);
+    const auto offset = static_cast<int32_t>(linear_.zero - Isa::template kOffset<BITS>);
+    x += row * linear_.inputs + first;
+    const float largest = largest_of(x, count);
+    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    const Inputs to = inputs(row, group);
+    auto* quads = const_cast<int8_t*>(to.quads);
+    int32_t sum = 0;
+    for (int64_t i = 0; i < linear_.group; i += kAtATime) {
+      alignas(64) int8_t rounded[kAtATime] = {};
+      if (i < count) sum += round_to(rounded, x + i, least(kAtATime, count - i), inverse);
+      for (int64_t q = 0; q < least(kAtATime, linear_.group - i); q += 4, quads += 4 * layout_.width)
+        std::memcpy(quads, rounded + q, 4);
+    }
+    const float scale = largest / 127.0f;
+    *const_cast<float*>(to.scales) = scale;
+    *const_cast<float*>(to.sums) = scale * static_cast<float>(sum);
+    *const_cast<int32_t*>(to.starts) = -offset * sum;
+  }
+
+  const OctavoLinearCall& call_;
+  const OctavoLinear& linear_;
+  const RoundedLayout layout_;
+  const int64_t groups_, header_bytes_;
+  char* const rounded_;
+};
+
+template <class Isa, int MAX_ROWS>
+void multiply_quantized(const void* arguments) {
+  const auto& call = *static_cast<const OctavoLinearCall*>(arguments);
+  if (call.linear->bits == 4) {
+    multiply<Quantized<Isa, 4, MAX_ROWS>>(arguments);
+  } else {
+    multiply<Quantized<Isa, 8, MAX_ROWS>>(arguments);
+  }
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,139 @@
+"""GGUF's quantized types as groups of codes, exactly as stored: what the CPU kernels multiply.
+
+Layouts: https://github.com/ggml-org/ggml (ggml-common.h). A block of the types with ``_K`` holds
+256 values, of the others 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.ops.quantized import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Of n blocks. codes: uint8 [n, values]; scales, minimums: FP16 or FP32 [n, groups]."""
+
+    codes: Tensor
+    scales: Tensor
+    minimums: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``num_bytes`` and ``size`` (values) are a block's. ``read``: uint8 [n, bytes] -> groups."""
+
+    num_bytes: int
+    size: int
+    group: int
+    bits: int
+    zero: int
+    read: Callable[[Tensor], _Groups]
+
+
+def grouped(raw: Tensor, kind: str, shape: tuple[int, ...]) -> QuantizedWeight:
+    """raw: uint8, all bytes of a tensor of type ``kind`` (a key of ``KINDS``); shape: (out, in)."""
+    found, rows = KINDS[kind], shape[0]
+    groups = found.read(raw.view(-1, found.num_bytes))
+    return QuantizedWeight(
+        groups.codes.reshape(shape),
+        groups.scales.reshape(rows, -1),
+        None if groups.minimums is None else groups.minimums.reshape(rows, -1),
+        found.bits,
+        found.group,
+        found.zero,
+    )
+
+
+def bytes_per_value(kind: str) -> float:
+    """Of a packed weight of that type."""
+    found = KINDS[kind]
+    wide = 4 if kind.endswith("_K") else 2
+    minimums = 2 if found.zero == 0 else 1
+    return found.bits / 8 + wide * minimums / found.group
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """FP16 at byte ``at`` of each block, [n, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """uint8 [..., n] -> [..., 2 n]: the low halves, then the high ones."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """uint8 [n, 4], a bit for each of 32 values -> [n, 32], 16 where it is set."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((packed[:, :, None] >> shifts) & 1).flatten(1) << 4
+
+
+def _q4_0(blocks: Tensor) -> _Groups:
+    return _Groups(_nibbles(blocks[:, 2:]), _half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> _Groups:
+    return _Groups(_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> _Groups:
+    return _Groups(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> _Groups:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _Groups(codes, _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> _Groups:
+    return _Groups(blocks[:, 2:] ^ 128, _half(blocks, 0))
+
+
+def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums of eight groups, FP32 [n, 8]: twelve bytes of 6-bit factors at byte 4,
+    of the FP16 numbers before them."""
+    first, second, third = blocks[:, 4:16].split(4, dim=1)
+    factors = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), dim=1)
+    lows = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), dim=1)
+    scale, low = _half(blocks, 0).float(), _half(blocks, 2).float()
+    return scale * factors.float(), -(low * lows.float())
+
+
+def _q4_k(blocks: Tensor) -> _Groups:
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))  # two groups of 32 share 32 bytes
+    return _Groups(codes.flatten(1), *_scales_of_k(blocks))
+
+
+def _q5_k(blocks: Tensor) -> _Groups:
+    fifth, low = blocks[:, 16:48], blocks[:, 48:]
+    codes = _nibbles(low.reshape(-1, 4, 32)).view(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    codes = codes | (fifth[:, None, :] >> shifts & 1) << 4
+    return _Groups(codes.flatten(1), *_scales_of_k(blocks))
+
+
+def _q6_k(blocks: Tensor) -> _Groups:
+    """Halves of 128 values, of which a byte of the two upper bits serves four."""
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
+    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
+    factors = blocks[:, 192:208].view(torch.int8).float()
+    return _Groups((low | high << 4).flatten(1), _half(blocks, 208).float() * factors)
+
+
+KINDS = {
+    "Q4_0": Kind(18, 32, 32, 4, 8, _q4_0),
+    "Q4_1": Kind(20, 32, 32, 4, 0, _q4_1),
+    "Q5_0": Kind(22, 32, 32, 8, 16, _q5_0),
+    "Q5_1": Kind(24, 32, 32, 8, 0, _q5_1),
+    "Q8_0": Kind(34, 32, 32, 8, 128, _q8_0),
+    "Q4_K": Kind(144, 256, 32, 4, 0, _q4_k),
+    "Q5_K": Kind(176, 256, 32, 8, 0, _q5_k),
+    "Q6_K": Kind(210, 256, 16, 8, 32, _q6_k),
+}

@@ -1,0 +1,150 @@
+"""Linears on quantized weights: how such a weight is given, and the definition.
+
+A weight is ``(code - zero) * scale + minimum``, in groups of inputs that share scale and minimum.
+Inputs are rounded to 8 bits as well, each row of each group by a scale of its own, so that products
+are integers, whose sums are exact: the arithmetic of GGUF's CPU kernels (Q8_1 activations), and
+with one group over all inputs that of W8A8 with dynamic scales (LLM.int8(), SmoothQuant).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.ops.linear import Epilogue, silu_mul
+from octavo.ops.registry import register
+
+LEVELS = 127  # inputs become whole numbers of -127 .. 127
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """[out, in], in groups of ``group`` inputs; the last one may be shorter.
+
+    codes: uint8 [out, in], below 2^bits. scales: FP16 or FP32 [out, groups]. minimums: of the
+    scales' dtype [out, groups], or None. bits: 4 or 8. group: a multiple of 4.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    minimums: Tensor | None
+    bits: int
+    group: int
+    zero: int = 0
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def dense(self) -> Tensor:
+        """FP32 [out, in]; FP64 where the scales are."""
+        dtype = torch.promote_types(self.scales.dtype, torch.float32)
+        values = (self.codes.to(dtype) - self.zero) * self._per_input(self.scales).to(dtype)
+        return values if self.minimums is None else values + self._per_input(self.minimums)
+
+    def __getitem__(self, index: Tensor | slice) -> QuantizedWeight:
+        """Some of the outputs."""
+        minimums = None if self.minimums is None else self.minimums[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], minimums=minimums)
+
+    def _per_input(self, values: Tensor) -> Tensor:
+        return values.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
+
+
+def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """The same weights, exactly, in one kind that can hold them all: the most bits, the smallest
+    group, FP32 scales where one has them, minimums where one has them or zeros differ."""
+    group = min(weight.group for weight in weights)
+    wide = any(weight.scales.dtype == torch.float32 for weight in weights)
+    zeros = {weight.zero for weight in weights}
+    minimums = len(zeros) > 1 or any(weight.minimums is not None for weight in weights)
+    dtype = torch.float32 if wide or len(zeros) > 1 else torch.float16
+    bits = max(weight.bits for weight in weights)
+    found = []
+    for weight in weights:
+        if weight.group % group:
+            raise ValueError(f"groups of {weight.group} inputs cannot be cut into {group}")
+        count = -(-weight.shape[1] // group)
+        times = weight.group // group
+        scales, low = weight.scales.to(dtype), weight.minimums
+        if minimums:
+            low = scales * -weight.zero if low is None else low.to(dtype)
+        found.append(
+            QuantizedWeight(
+                weight.codes,
+                scales.repeat_interleave(times, dim=1)[:, :count],
+                None if low is None else low.repeat_interleave(times, dim=1)[:, :count],
+                bits,
+                group,
+                0 if minimums else weight.zero,
+            )
+        )
+    return found
+
+
+def quantize_channels(weight: Tensor) -> QuantizedWeight:
+    """weight: [out, in]. 8 bits, one FP32 scale per output, symmetric: the largest becomes 127."""
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1, keepdim=True) / LEVELS
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    codes = (wide * inverse).round_().add_(128).to(torch.uint8)
+    return QuantizedWeight(codes, scales, None, 8, -(-weight.shape[1] // 4) * 4, zero=128)
+
+
+class QuantizedLinear(Protocol):
+    """A linear made of quantized weights, called many times."""
+
+    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """As ``linear`` (ops/linear.py), in x's dtype."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids: int64 [r]. Rows of the weight, [r, in], in the linear's dtype; without epilogue or
+        with ``logits``."""
+
+
+def rounded(x: Tensor, group: int) -> Tensor:
+    """x: [T, in]. What the product sees of it: whole multiples of max |x| / 127 of each row and
+    group, to the nearest, ties to even."""
+    size = x.shape[1]
+    padded = torch.nn.functional.pad(x, (0, -size % group)).view(len(x), -1, group)
+    largest = padded.abs().amax(dim=-1, keepdim=True)
+    levels = torch.tensor(LEVELS, dtype=x.dtype)  # a number / x would be a product with 1 / x
+    inverse = torch.where(largest > 0, levels / largest, 0)
+    return ((padded * inverse).round() * (largest / LEVELS)).flatten(1)[:, :size]
+
+
+@register("quantized_linear", "torch")
+class TorchQuantizedLinear:
+    """The definition: weights are expanded, products are formed in FP32."""
+
+    def __init__(
+        self,
+        weights: Sequence[QuantizedWeight],
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+    ) -> None:
+        """weights: their rows follow one another; with ``silu_mul`` the gate's, then the up
+        projection's. bias: [sum out_i]. dtype: of x and y; ``logits`` are in FP32."""
+        (self._group,) = {weight.group for weight in weights}
+        self._weight = torch.cat([weight.dense() for weight in weights])
+        self._bias, self._epilogue, self._dtype = bias, epilogue, dtype
+
+    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        wide = self._weight.dtype
+        # Rounding is defined in FP32 at most: in more, ties would fall otherwise.
+        y = rounded(x.float(), self._group).to(wide) @ self._weight.T
+        if self._bias is not None:
+            y = y + self._bias.to(wide)
+        if self._epilogue == "logits":
+            return y
+        if other is not None:
+            return (y + other).to(self._dtype)
+        return (silu_mul(y) if self._epilogue == "silu_mul" else y).to(self._dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._weight[ids].to(self._dtype)
