@@ -78,6 +78,25 @@ OCTAVO_INLINE void finish_as(const OctavoLinearCall& call, typename Isa::Vec* su
   }
 }
 
+// The largest of a panel's outputs, and which it is.
+template <class Isa>
+OCTAVO_INLINE void store_largest(const OctavoLinearCall& call, const typename Isa::Vec* sums,
+                                 int64_t row, int64_t panel) {
+  float outputs[kPanel];
+  for (int v = 0; v < kVecs<Isa>; ++v) Isa::store(outputs + v * Isa::kWidth, sums[v]);
+  const int64_t first = panel * kPanel, count = least(kPanel, call.linear->outputs - first);
+  for (int64_t i = count; i < kPanel; ++i) outputs[i] = outputs[0];
+  auto top = Isa::load(outputs);
+  for (int v = 1; v < kVecs<Isa>; ++v)
+    top = Isa::max(top, Isa::load(outputs + v * Isa::kWidth));
+  const float largest = Isa::highest(top);
+  int at = 0;
+  while (outputs[at] < largest) ++at;  // 0 where there are no numbers
+  const int64_t place = row * num_panels(*call.linear) + panel;
+  static_cast<float*>(call.y)[place] = largest;
+  call.ids[place] = static_cast<int32_t>(first + at);
+}
+
 // A row's sums of a panel become outputs.
 template <class Isa>
 OCTAVO_INLINE void finish(const OctavoLinearCall& call, typename Isa::Vec* sums, int64_t row,
@@ -88,7 +107,9 @@ OCTAVO_INLINE void finish(const OctavoLinearCall& call, typename Isa::Vec* sums,
     for (int v = 0; v < kVecs<Isa>; ++v)
       sums[v] = Isa::add(sums[v], Isa::load(bias + v * Isa::kWidth));
   }
-  if (linear.element == OCTAVO_F32 || linear.epilogue == OCTAVO_LOGITS) {
+  if (linear.epilogue == OCTAVO_LARGEST) {
+    store_largest<Isa>(call, sums, row, panel);
+  } else if (linear.element == OCTAVO_F32 || linear.epilogue == OCTAVO_LOGITS) {
     finish_as<Isa, float>(call, sums, row, panel);
   } else {
     finish_as<Isa, bf16>(call, sums, row, panel);

@@ -83,6 +83,8 @@ enum {
   OCTAVO_ADD = 1,       // y + other
   OCTAVO_SILU_MUL = 2,  // silu(gate) * up
   OCTAVO_LOGITS = 3,    // y in FP32
+  OCTAVO_LARGEST = 4,   // y: FP32 [rows, panels], the largest output of each panel; ids: int32
+                        // [rows, panels], the first of the outputs that are as large
 };
 
 // A linear whose weights are packed in panels of 32 lanes, aligned to 64 bytes, zeros where there
@@ -137,6 +139,7 @@ struct OctavoLinearCall {
   const void* x;
   const void* other;
   void* y;
+  int32_t* ids;   // with OCTAVO_LARGEST
   void* scratch;  // octavo_linear_scratch(linear, rows) bytes, aligned to 64
   const int64_t* rows;
 };

@@ -23,6 +23,7 @@ from octavo.model.versions import choose_versions
 from octavo.ops.attention import AttentionGeometry, PagedAttention
 from octavo.ops.native import library as native
 from octavo.ops.quantized import QuantizedWeight
+from octavo.ops.sampling import most_likely
 from octavo.quant.catalogue import format_of
 from octavo.quant.format import LinearVersions
 
@@ -282,6 +283,12 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [r, hidden] rows of ``forward``. Returns FP32 [r, vocab]."""
         return self.embedding.head(hidden)
+
+    @torch.inference_mode()
+    def most_likely(self, hidden: Tensor) -> Tensor:
+        """hidden: [r, hidden]. The first of each row's largest logits, int64 [r]."""
+        largest = getattr(self.embedding.head.apply, "largest", None)
+        return most_likely(self.logits(hidden)) if largest is None else largest(hidden)
 
 
 def _not_quantized(*arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from octavo.types import SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.memory import plan_memory
-from octavo.worker.sampler import Sampler, describe, join, no_logprobs, stack
+from octavo.worker.sampler import Drawn, Sampler, describe, join, no_logprobs, only_tokens, stack
 from octavo.worker.sizes import MemoryPlan
 from octavo.worker.slots import Slots
 
@@ -128,20 +128,22 @@ class Runner:
         parts = [
             slice(start, start + self.logit_rows) for start in range(0, len(slots), self.logit_rows)
         ]
-        drawn = join(
-            [
-                self.sampler.sample(
-                    self.model.logits(last[part]), slots[part], batch.draw_positions[part]
-                )
-                for part in parts
-            ]
-        )
+        if not self.slots.needs[slots].any():
+            drawn = only_tokens(self.model.most_likely(last))
+        else:
+            drawn = join([self._sample(batch, last, slots, part) for part in parts])
         self.slots.append(slots, batch.draw_positions, drawn.tokens)
         rows = batch.plan_rows[batch.drawing]
         result.tokens[rows, 0] = drawn.tokens.numpy()
         result.num_accepted[rows] = 1
         result.logprob_rows = rows[drawn.rows].astype(np.int32)
         result.logprobs = drawn.logprobs
+
+    def _sample(
+        self, batch: batches.StepBatch, last: Tensor, slots: np.ndarray, part: slice
+    ) -> Drawn:
+        logits = self.model.logits(last[part])
+        return self.sampler.sample(logits, slots[part], batch.draw_positions[part])
 
     def _score_prompts(self, batch: batches.StepBatch, hidden: Tensor, result: StepResult) -> None:
         """For each token of the rows that ask, the log-probability of the token after it."""

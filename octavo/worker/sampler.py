@@ -38,6 +38,11 @@ class Drawn:
     logprobs: Logprobs | None  # of those rows; None where there are none
 
 
+def only_tokens(tokens: Tensor) -> Drawn:
+    """tokens: int64 [r], of rows that asked for nothing else."""
+    return Drawn(tokens, np.zeros(0, dtype=np.int64), None)
+
+
 def join(parts: list[Drawn]) -> Drawn:
     """The draws of consecutive slices of rows as one."""
     if len(parts) == 1:
@@ -61,7 +66,7 @@ class Sampler:
         """Draws the tokens at ``positions`` of ``slots``. logits: float32 [r, V], overwritten."""
         needs = self.slots.needs[slots]
         if not needs.any():
-            return Drawn(sampling.most_likely(logits), np.zeros(0, dtype=np.int64), None)
+            return only_tokens(sampling.most_likely(logits))
         size = max(1, BLOCK_BYTES // (4 * logits.shape[-1]))
         blocks = [slice(start, start + size) for start in range(0, len(slots), size)]
         return join([self._sample(logits[b], slots[b], positions[b], needs[b]) for b in blocks])

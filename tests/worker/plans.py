@@ -129,6 +129,9 @@ class SumModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head / 64
 
+    def most_likely(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden).argmax(-1)
+
     def expected(self, ids: list[int]) -> Tensor:
         """Logits after ``ids``, computed without any of the above."""
         places = torch.arange(1, len(ids) + 1).float()[:, None]

@@ -20,6 +20,7 @@ from octavo.ops.registry import register
 _HALF = 16  # lanes of the gate and of the up projection in a panel
 _PANEL = 2 * _HALF  # lanes
 _EPILOGUES: dict[Epilogue, int] = {"none": 0, "add": 1, "silu_mul": 2, "logits": 3}
+_LARGEST = 4
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 DENSE: dict[torch.dtype, Kernels] = {
     torch.float32: (
@@ -54,7 +55,9 @@ class _Place(Structure):
 class _Call(Structure):
     """OctavoLinearCall."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("linear", "x", "other", "y", "scratch", "rows"))
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("linear", "x", "other", "y", "ids", "scratch", "rows")
+    )
 
 
 class _Lookup(Structure):
@@ -93,6 +96,7 @@ class _Packed:
             element=_ELEMENTS[dtype],
         )
         self._at = addressof(self._linear)
+        self._most: _Linear | None = None  # the same with another epilogue, for ``largest``
         # Gate and up share panels, half of the lanes each; other weights follow one another.
         firsts = [0, 0] if silu else [sum(rows[:i]) for i in range(len(rows))]
         self._places = [
@@ -128,20 +132,33 @@ class _Packed:
             y = other
         else:
             y = calls.empty(count, self._outputs, self._out_dtype)
+        self._multiply(self._at, x, None if other is None else other.data_ptr(), y.data_ptr())
+        return y
+
+    def largest(self, x: Tensor) -> Tensor:
+        """x: [T, in]. For each row the first of the largest logits, int64 [T]: they are never
+        written down. With the epilogue ``logits``."""
+        if self._most is None:
+            self._most = _Linear.from_buffer_copy(self._linear)
+            self._most.epilogue = _LARGEST
+        panels = -(-self._outputs // _PANEL)
+        values = torch.empty(len(x), panels)
+        ids = torch.empty(len(x), panels, dtype=torch.int32)
+        most = addressof(self._most)
+        self._multiply(most, x.contiguous(), None, values.data_ptr(), ids.data_ptr())
+        panel = torch.from_numpy(values.numpy().argmax(axis=1))  # numpy's is the first one
+        return ids.gather(1, panel[:, None])[:, 0].long()
+
+    def _multiply(
+        self, linear: int, x: Tensor, other: int | None, y: int, ids: int | None = None
+    ) -> None:
         scratch = None
-        if size := self._scratch(self._at, count):
+        if size := self._scratch(linear, len(x)):
             scratch = calls.empty(1, size, torch.uint8)
         rows = calls.rows_of(x)
-        arguments = _Call(
-            self._at,
-            x.data_ptr(),
-            None if other is None else other.data_ptr(),
-            y.data_ptr(),
-            None if scratch is None else scratch.data_ptr(),
-            addressof(rows),
-        )
-        calls.call(self._kernel, arguments, self)
-        return y
+        to = None if scratch is None else scratch.data_ptr()
+        arguments = _Call(linear, x.data_ptr(), other, y, ids, to, addressof(rows))
+        calls.call(self._kernel, arguments, self, rows)
 
 
 def _available(device: str, dtype: torch.dtype) -> bool:
