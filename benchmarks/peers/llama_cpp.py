@@ -1,14 +1,13 @@
 """llama.cpp, through llama-cpp-python's low-level API: ``python -m benchmarks.peers.llama_cpp GGUF
 THREADS`` in an environment that has the package and numpy.
 
-The package's own ``Llama`` takes one request at a time, so this batches continuously as llama.cpp's
-server does: each request gets a slot (a sequence of the KV cache); a step decodes one token of every
-running slot and fills what is left of the batch with prompts. A slot keeps its last request's cache,
-and a new request goes to the free slot that has most of its prompt. One thing more is done for it
-than its server does: the library splits a batch wherever an idle slot lies between running ones,
-which halves its speed and worse, so requests move together when others have ended. That was faster
-than a unified cache, and 32 slots than 16 or 8. The greedy choice is NumPy's argmax over the step's
-logits, which is cheaper than the library's sampler.
+The package's own ``Llama`` takes one request at a time, so this batches continuously as
+llama.cpp's server does: each request gets a slot (a sequence of the KV cache); a step decodes one
+token of every running slot and fills what is left of the batch with prompts. A slot keeps its last
+request's cache, and a new request goes to the free slot that has most of its prompt. One thing is
+done that the server does not do: the library splits a batch wherever an idle slot lies between
+running ones, so running requests move together when others have ended. The greedy choice is NumPy's
+argmax over the step's logits, which is cheaper than the library's sampler.
 """
 
 from __future__ import annotations
