@@ -214,8 +214,8 @@ def measure(
 def versions(program: str, python: str) -> dict[str, str]:
     """Of the peer's packages in its environment."""
     script = (
-        "import json, sys; from importlib import metadata as m; found = {d.name: d.version "
-        "for d in m.distributions()}; print(json.dumps({n: found[n] for n in sys.argv[1:]}))"
+        "import json, sys; from importlib.metadata import version; "
+        "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
     )
     answer = subprocess.run(
         [python, "-c", script, *PACKAGES[program]], capture_output=True, text=True, check=True
@@ -238,9 +238,9 @@ def main() -> None:
         name for name in options.subjects or CONTESTANTS if CONTESTANTS[name].program in programs
     ]
     wanted = [test for test in WORKLOADS if not options.only or test.name in options.only]
+    found = {name: versions(name, python) for name, python in pythons.items()}
     results = measure(wanted, names, pythons, options.repetitions)
     show(results["tests"])
-    found = {name: versions(name, python) for name, python in pythons.items()}
     console.print(f"saved {save(options.save_as, {'peers': found, **results})}")
 
 
