@@ -4,9 +4,9 @@ THREADS`` in an environment that has the package and numpy.
 The package's own ``Llama`` takes one request at a time, so this batches continuously as
 llama.cpp's server does: each request gets a slot (a sequence of the KV cache); a step decodes one
 token of every running slot and fills what is left of the batch with prompts. A slot keeps its last
-request's cache, and a new request goes to the free slot that has most of its prompt. One thing is
-done that the server does not do: the library splits a batch wherever an idle slot lies between
-running ones, so running requests move together when others have ended. The greedy choice is NumPy's
+request's cache, and a new request begins with the longest prefix that any slot has of its prompt.
+The library splits a batch wherever an idle slot lies between running ones, so running requests move
+together when others have ended. The greedy choice is NumPy's
 argmax over the step's logits, which is cheaper than the library's sampler.
 """
 
@@ -134,13 +134,18 @@ class Engine:
         return Timing(seconds, firsts, sum(map(len, outputs)), outputs)
 
     def _admit(self, waiting: deque[Request]) -> None:
-        """Free slots, first come, first served; of those the one that has most of the prompt."""
+        """Free slots, first come, first served. The prompt's longest known prefix is copied there
+        if another slot has it."""
         while waiting and (free := [slot for slot in self._slots if slot.request is None]):
             request = waiting.popleft()
-            slot = max(free, key=lambda slot: slot.shared(request.pending))
-            slot.length = slot.shared(request.pending)
-            llama_cpp.llama_memory_seq_rm(self._memory, slot.sequence, slot.length, -1)
-            request.pending, slot.request = request.pending[slot.length :], request
+            by_prefix = sorted(self._slots, key=lambda slot: slot.shared(request.pending))
+            size = by_prefix[-1].shared(request.pending)
+            slot = next((slot for slot in free if slot.shared(request.pending) == size), free[0])
+            if slot.shared(request.pending) < size:
+                self._copy(by_prefix[-1], slot)
+            slot.length = size
+            llama_cpp.llama_memory_seq_rm(self._memory, slot.sequence, size, -1)
+            request.pending, slot.request = request.pending[size:], request
 
     def _close_gaps(self) -> None:
         """Moves requests until those that run have the first slots."""
@@ -148,12 +153,15 @@ class Engine:
         for slot in self._slots[: len(running)]:
             if slot.request is None:
                 last = running.pop()
-                llama_cpp.llama_memory_seq_rm(self._memory, slot.sequence, -1, -1)
-                llama_cpp.llama_memory_seq_cp(self._memory, last.sequence, slot.sequence, -1, -1)
-                llama_cpp.llama_memory_seq_rm(self._memory, last.sequence, -1, -1)
-                slot.tokens[: last.length] = last.tokens[: last.length]
-                slot.length, slot.request = last.length, last.request
-                last.length, last.request = 0, None
+                self._copy(last, slot)
+                slot.request, last.request = last.request, None
+
+    def _copy(self, source: Slot, slot: Slot) -> None:
+        """All of a slot's cache into another one."""
+        llama_cpp.llama_memory_seq_rm(self._memory, slot.sequence, -1, -1)
+        llama_cpp.llama_memory_seq_cp(self._memory, source.sequence, slot.sequence, -1, -1)
+        slot.tokens[: source.length] = source.tokens[: source.length]
+        slot.length = source.length
 
     def _step(self, began: float) -> int:
         """One batch; the number of requests that it ended."""
