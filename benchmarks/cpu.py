@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import cpu_workload as workload
+from benchmarks.protocol import Subject, Timing
 from benchmarks.report import save
-from benchmarks.subjects import Subject, Timing
+from benchmarks.subjects import command
 from tests.fixtures import models, server
 
 console = Console()
@@ -111,9 +112,14 @@ TESTS = [
 STARTS = Test("start", "process start to first token", "s", [], _seconds, lower_is_better=True)
 
 
-def run_phases(subject: Subject, test: Test, repetition: int, phases: int) -> float:
-    timings = [subject.run(make(repetition)) for make in test.phases[-phases:]]
-    return test.measure(timings[-1])
+def run_phases(subject: Subject, test: Test, prompts: int, phases: int) -> Timing:
+    """Of the last so many phases, the last one's timing."""
+    return [subject.run(make(prompts)) for make in test.phases[-phases:]][-1]
+
+
+def prompts_of(test: Test, repetition: int) -> int:
+    """The workload's repetition, such that no test sees another's prompts."""
+    return 1000 * (TESTS.index(test) + 1) + repetition
 
 
 def run_test(test: Test, subjects: dict[str, Subject], repetition: int) -> dict[str, float]:
@@ -122,9 +128,8 @@ def run_test(test: Test, subjects: dict[str, Subject], repetition: int) -> dict[
         (test.subject, len(test.phases)),
         (test.peer, len(test.phases) if test.peer == "octavo" else test.peer_phases),
     ]
-    offset = 1000 * (TESTS.index(test) + 1)  # no test sees another's prompts
     found = {
-        name: run_phases(subjects[name], test, offset + repetition, phases)
+        name: test.measure(run_phases(subjects[name], test, prompts_of(test, repetition), phases))
         for name, phases in (sides if repetition % 2 == 0 else reversed(sides))
     }
     return {**found, "ratio": found[test.subject] / found[test.peer]}
@@ -140,7 +145,7 @@ def server_start(model: Path) -> float:
 
 def peer_start(model: Path) -> float:
     """Seconds from the start of a process with transformers to its first token."""
-    with Subject("transformers", model) as subject:
+    with Subject(command("transformers", model)) as subject:
         return subject.start_seconds
 
 
@@ -194,7 +199,7 @@ def measure(tests: list[Test], model: Path, repetitions: int) -> dict[str, list[
         subjects = {}
         for name in sorted({name for test in tests for name in (test.subject, test.peer)}):
             console.print(f"starting {name}")
-            subjects[name] = stack.enter_context(Subject(name, model))
+            subjects[name] = stack.enter_context(Subject(command(name, model)))
             subjects[name].run(workload.warm_up())
         for repetition in range(repetitions):
             for test in tests:

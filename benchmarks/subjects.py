@@ -1,86 +1,38 @@
 """What is measured: octavo offline, octavo's server, and transformers with static batches.
 
-Each runs in a process of its own, loaded once and asked in turns, so that a drift of the host hits
-all alike. ``python -m benchmarks.subjects KIND MODEL`` is such a process: a line of JSON in, a line
-of JSON out.
+``python -m benchmarks.subjects KIND MODEL`` is one's process (benchmarks.protocol).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import clients
 from benchmarks.cpu_workload import Work
+from benchmarks.protocol import Refused, Runner, Timing, serve
 from octavo.config import available_cores
 
 STATIC_BATCH = 8  # rows of a static batch
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One workload's run. Seconds; ``first_tokens`` per request, from the start of the run."""
-
-    seconds: float
-    first_tokens: list[float]
-    num_output_tokens: int
-
-    @property
-    def output_rate(self) -> float:
-        return self.num_output_tokens / self.seconds
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens per second after the first one (of a single request)."""
-        return (self.num_output_tokens - 1) / (self.seconds - self.first_tokens[0])
+def command(kind: str, model: Path) -> list[str]:
+    """Of one of this environment's own subjects (KINDS)."""
+    return [sys.executable, "-m", "benchmarks.subjects", kind, str(model)]
 
 
-class Subject:
-    """A subject's process. ``start_seconds``: from its start to its first token."""
-
-    def __init__(self, kind: str, model: Path) -> None:
-        command = [sys.executable, "-m", "benchmarks.subjects", kind, str(model)]
-        began = time.perf_counter()
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.run([Work([100, 200, 300, 400], 1)])
-        self.start_seconds = time.perf_counter() - began
-
-    def run(self, work: list[Work]) -> Timing:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps([asdict(item) for item in work]), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the subject ended with {self._process.wait()}; see its output")
-        return Timing(**json.loads(line))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def __enter__(self) -> Subject:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-Runner = Callable[[list[Work]], Timing]
-
-
-def octavo_offline(model: str) -> Runner:
+def octavo_offline(model: str, **settings: Any) -> Runner:
     from octavo import LLM, SamplingParams
+    from octavo.types import ConfigError
 
-    llm = LLM(model, skip_tokenizer_init=True)
+    try:
+        llm = LLM(model, skip_tokenizer_init=True, **settings)
+    except ConfigError as error:
+        raise Refused(str(error)) from error
 
     def run(work: list[Work]) -> Timing:
         params = [
@@ -91,10 +43,10 @@ def octavo_offline(model: str) -> Runner:
         began = time.perf_counter()
         outputs = llm.generate([item.prompt for item in work], params, use_tqdm=False)
         seconds = time.perf_counter() - began
-        counts = [len(output.outputs[0].token_ids) for output in outputs]
-        assert counts == [item.max_tokens for item in work]
+        told = [list(output.outputs[0].token_ids) for output in outputs]
+        assert [len(tokens) for tokens in told] == [item.max_tokens for item in work]
         firsts = [output.timings.first_token - start for output in outputs]
-        return Timing(seconds, firsts, sum(counts))
+        return Timing(seconds, firsts, sum(map(len, told)), told)
 
     return run
 
@@ -171,6 +123,7 @@ def transformers_static(model: str, batch: int = STATIC_BATCH) -> Runner:
 
 KINDS: dict[str, Callable[[str], Runner]] = {
     "octavo": octavo_offline,
+    "octavo-int8": partial(octavo_offline, quantization="int8"),
     "octavo-server": octavo_server,
     "octavo-server-plain": partial(octavo_server, stream=False),
     "transformers": transformers_static,
@@ -179,13 +132,7 @@ KINDS: dict[str, Callable[[str], Runner]] = {
 
 def main() -> None:
     kind, model = sys.argv[1:]
-    run = KINDS[kind](model)
-    try:
-        for line in sys.stdin:
-            timing = run([Work(**item) for item in json.loads(line)])
-            print(json.dumps(asdict(timing)), flush=True)
-    finally:
-        getattr(run, "close", lambda: None)()
+    serve(lambda: KINDS[kind](model))
 
 
 if __name__ == "__main__":
