@@ -127,6 +127,12 @@ struct Ahead {
       __builtin_prefetch(next + line * kLine, 0, 4 - LEVEL);
     next += step;
   }
+
+  // What lies before weights.
+  OCTAVO_INLINE void fetch_header(int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(next + at, 0, 3);
+    next += bytes;
+  }
 };
 
 // A tile of a number of rows known at run time, 1 .. ROWS.

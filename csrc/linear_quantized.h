@@ -51,7 +51,7 @@ class Quantized {
  public:
   static constexpr int kMaxRows = MAX_ROWS;
   static constexpr int64_t kStepBytes = kPanel * 4 * BITS / 8;
-  static constexpr int64_t kAhead = 8192;
+  static constexpr int64_t kAhead = 4096;
   static_assert(RoundedLayout::kMaxWidth % kMaxRows == 0, "tiles of a full block are full");
 
   explicit Quantized(const OctavoLinearCall& call)
@@ -90,6 +90,7 @@ class Quantized {
     for (int64_t g = 0; g < groups_; ++g) {
       const char* const header = weights;
       weights += header_bytes_;
+      ahead.fetch_header(header_bytes_);
       const Inputs x = inputs(row, g);
       Dots<ROWS> dots;
 #pragma GCC unroll 16

@@ -200,7 +200,7 @@ class Model:
         by_tensor = isinstance(mixer.rope.scaling, TensorScaling)
         self._rope_factors = RopeFactors(mixer.head_dim) if by_tensor else None
         self._ropes: dict[AttentionGeometry, Rope] = {}
-        self._run_layers: Layers = self._layers_and_norm
+        self._run_layers: Layers = self._run_now
 
     def parts(self) -> list[Part]:
         extra = [self._rope_factors] if self._rope_factors else []
@@ -218,11 +218,11 @@ class Model:
                 self.device,
             )
         if self._is_recordable():
-            self._run_layers = RecordedLayers(self._layers_and_norm)
+            self._run_layers = RecordedLayers(self._run_now)
 
     def _is_recordable(self) -> bool:
-        """Whether all between the embedding and the final norm is kernels that a tape can hold."""
-        operations = ("rms_norm", "paged_attention", "take_rows")
+        """Whether all up to the final norm is kernels that a tape can hold."""
+        operations = ("embedding", "rms_norm", "paged_attention", "take_rows")
         linears = (linear for layer in self.layers for linear in layer.linears())
         return all(self.implementations[op] == "native" for op in operations) and all(
             getattr(linear.apply, "recordable", False) for linear in linears
@@ -265,15 +265,16 @@ class Model:
             geometry: attention.prepare(batch, self._ropes[geometry], self.dtype)
             for geometry, attention in self._attention.items()
         }
-        return self._run_layers(self.embedding(batch.token_ids), cache, states, tokens)
+        return self._run_layers(batch.token_ids, cache, states, tokens)
 
-    def _layers_and_norm(
+    def _run_now(
         self,
-        x: Tensor,
+        ids: Tensor,
         cache: list[Tensor],
         states: Mapping[AttentionGeometry, Any],
         tokens: Tensor | None,
     ) -> Tensor:
+        x = self.embedding(ids)
         for layer, layer_cache in zip(self.layers, cache):
             wanted = tokens if layer is self.layers[-1] else None
             x = layer(x, layer_cache, states[layer.mixer.operation.geometry], wanted)

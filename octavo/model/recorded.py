@@ -1,4 +1,4 @@
-"""A decoder's layers on a CPU as one call: recorded once, run for every step."""
+"""A decoder on a CPU as one call: recorded once, run for every step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from octavo.ops.native.calls import Pool, Tape
 
 _LEAST_TOKENS = 1024  # a step of so many is recorded at first
 
-# x [T, hidden], caches, states by geometry, tokens int64 [r] or None -> [T or r, hidden].
+# ids int64 [T], caches, states by geometry, tokens int64 [r] or None -> [T or r, hidden].
 Layers = Callable[[Tensor, list[Tensor], Mapping[Any, Any], Tensor | None], Tensor]
 
 
 @dataclass
 class _Recording:
     tape: Tape
-    x: Tensor
+    ids: Tensor
     tokens: Tensor | None
     states: Mapping[Any, Any]
     cache: list[Tensor]
@@ -38,17 +38,17 @@ class RecordedLayers:
 
     def __call__(
         self,
-        x: Tensor,
+        ids: Tensor,
         cache: list[Tensor],
         states: Mapping[Any, Any],
         tokens: Tensor | None,
     ) -> Tensor:
-        """As ``layers``. ``x`` is kept as it is."""
-        count = len(x)
+        """As ``layers``."""
+        count = len(ids)
         found = self._recordings.get(tokens is not None)
-        if found is None or found.cache is not cache or len(found.x) < count:
-            found = self._record(x, cache, states, tokens is not None)
-        found.x[:count] = x
+        if found is None or found.cache is not cache or len(found.ids) < count:
+            found = self._record(count, cache, states, tokens is not None)
+        found.ids[:count] = ids
         for geometry, state in states.items():
             found.states[geometry].become(state)
         if tokens is None or found.tokens is None:
@@ -59,17 +59,17 @@ class RecordedLayers:
         return found.y[: len(tokens)].clone()
 
     def _record(
-        self, x: Tensor, cache: list[Tensor], states: Mapping[Any, Any], some: bool
+        self, count: int, cache: list[Tensor], states: Mapping[Any, Any], some: bool
     ) -> _Recording:
         size = _LEAST_TOKENS
-        while size < len(x):
+        while size < count:
             size *= 2
         self._recordings.pop(some, None)  # its buffers are free again
         # A tape tells numbers of rows apart by their sizes.
         tape = Tape((size, size + 1) if some else (size,), self._pool)
-        inputs = self._pool.take(size * x.shape[1] * x.itemsize).view(x.dtype).view(size, -1)
+        ids = torch.zeros(size, dtype=torch.int64)
         tokens = torch.zeros(size + 1, dtype=torch.int64) if some else None
         with tape.recording():
-            y = self._layers(inputs, cache, states, tokens)
-        self._recordings[some] = _Recording(tape, inputs, tokens, states, cache, y)
+            y = self._layers(ids, cache, states, tokens)
+        self._recordings[some] = _Recording(tape, ids, tokens, states, cache, y)
         return self._recordings[some]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.ops.attention import AttentionGeometry, BatchColumns, Rope
 from octavo.ops.native import calls
-from octavo.ops.native.library import Features, Kernels, function, preferred
+from octavo.ops.native.library import Features, Kernels, brief_function, preferred
 from octavo.ops.registry import register
 
 TILE = 16  # tokens of a tile of the cache
@@ -101,7 +101,7 @@ class NativePagedAttention:
         self._width = -(-geometry.head_dim // TILE) * TILE
         self._capacity = 256  # entries of a plan, more where a step wanted more
         self._partials = torch.empty(0)  # parts of sums of long contexts, within one call
-        self._plan = function("octavo_attention_plan", c_void_p)
+        self._plan = brief_function("octavo_attention_plan", c_void_p)
         self._kernels = {
             dtype: name for dtype in KERNELS if (name := kernel_name(dtype)) is not None
         }

@@ -78,11 +78,23 @@ def preferred(kernels: Kernels) -> str | None:
     return next((name for needed, name in kernels if needed in features()), None)
 
 
+@cache
 def function(name: str, *types: type) -> Kernel:
     """The function of that name, whose arguments have these ctypes and which returns an int64, if
     anything. To be asked for where there is a library."""
     found: Kernel = _symbol(name)
     found.argtypes, found.restype = types, ctypes.c_int64  # type: ignore[attr-defined]
+    return found
+
+
+@cache
+def brief_function(name: str, *types: type) -> Kernel:
+    """The same for a function of some microseconds: it keeps the GIL. Another thread that took it
+    meanwhile would hold it for hundreds."""
+    library = load()
+    assert library is not None
+    found = ctypes.PyDLL(library._name)[name]
+    found.argtypes, found.restype = types, ctypes.c_int64
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.ops.linear import Epilogue
 from octavo.ops.native import calls, memory
-from octavo.ops.native.library import Features, Kernels, function, preferred
+from octavo.ops.native.library import Features, Kernels, brief_function, function, preferred
 from octavo.ops.quantized import QuantizedWeight, alike
 from octavo.ops.registry import register
 
@@ -108,7 +108,7 @@ class _Packed:
         """Once ``_linear`` says what the weights are."""
         self._panels = memory.zeros(function("octavo_linear_bytes", c_void_p)(self._at))
         self._linear.weights = self._panels.data_ptr()
-        self._scratch = function("octavo_linear_scratch", c_void_p, c_int64)
+        self._scratch = brief_function("octavo_linear_scratch", c_void_p, c_int64)
 
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """x: [T, in]; other: [T, out], which ``add`` needs and writes over. ``logits`` are in FP32.
