@@ -3,6 +3,7 @@
 
 #include "linear.h"
 #include "linear_scratch.h"
+#include "rounding.h"
 
 #include <immintrin.h>
 
@@ -74,8 +75,33 @@ void look_up(const OctavoLinear& linear, int64_t id, T* y) {
   }
 }
 
+template <class T>
+void quantize(const OctavoQuantize& call, const T* weight) {
+  const int64_t inputs = call.inputs, groups = ceil_div(inputs, call.group);
+#pragma omp parallel for
+  for (int64_t row = 0; row < call.rows; ++row) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = g * call.group, count = least(call.group, inputs - first);
+      const T* const from = weight + row * inputs + first;
+      uint8_t* const codes = call.codes + row * inputs + first;
+      const float largest = largest_of(from, count);
+      round_to(reinterpret_cast<int8_t*>(codes), from, count, levels_per(largest));
+      for (int64_t i = 0; i < count; ++i) codes[i] ^= 128;  // from signed to 0 .. 255
+      call.scales[row * groups + g] = largest / kLevels;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace octavo
+
+void octavo_quantize(const OctavoQuantize* arguments) {
+  if (arguments->element == OCTAVO_BF16) {
+    octavo::quantize(*arguments, static_cast<const octavo::bf16*>(arguments->weight));
+  } else {
+    octavo::quantize(*arguments, static_cast<const float*>(arguments->weight));
+  }
+}
 
 int64_t octavo_linear_bytes(const OctavoLinear* linear) {
   using namespace octavo;

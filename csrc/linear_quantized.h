@@ -9,42 +9,10 @@
 
 #include "linear.h"
 #include "linear_scratch.h"
+#include "rounding.h"
 
 namespace octavo {
 namespace {  // see numbers.h
-
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-// max |x|, NaN if one is.
-template <class T>
-inline float largest_of(const T* x, int64_t count) {
-  uint32_t top = 0;  // the order of positive numbers is that of their bits, NaN above infinity
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = bits_of(to_float(x[i])) & 0x7fffffffu;
-    top = bits > top ? bits : top;
-  }
-  float found;
-  std::memcpy(&found, &top, sizeof found);
-  return found;
-}
-
-// Numbers times `factor`, -127 .. 127, as whole numbers. Returns their sum.
-template <class T>
-inline int32_t round_to(int8_t* to, const T* x, int64_t count, float factor) {
-  const float whole = 12582912.0f;  // 1.5 * 2^23: a sum with it has no digits after the point
-  int32_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto value = static_cast<int8_t>(bits_of(to_float(x[i]) * factor + whole) -
-                                           bits_of(whole));
-    to[i] = value;
-    sum += value;
-  }
-  return sum;
-}
 
 template <class Isa, int BITS, int MAX_ROWS>
 class Quantized {
@@ -197,17 +165,16 @@ class Quantized {
     const auto offset = static_cast<int32_t>(linear_.zero - Isa::template kOffset<BITS>);
     x += row * linear_.inputs + first;
     const float largest = largest_of(x, count);
-    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     const Inputs to = inputs(row, group);
     auto* quads = const_cast<int8_t*>(to.quads);
     int32_t sum = 0;
     for (int64_t i = 0; i < linear_.group; i += kAtATime) {
       alignas(64) int8_t rounded[kAtATime] = {};
-      if (i < count) sum += round_to(rounded, x + i, least(kAtATime, count - i), inverse);
+      if (i < count) sum += round_to(rounded, x + i, least(kAtATime, count - i), levels_per(largest));
       for (int64_t q = 0; q < least(kAtATime, linear_.group - i); q += 4, quads += 4 * layout_.width)
         std::memcpy(quads, rounded + q, 4);
     }
-    const float scale = largest / 127.0f;
+    const float scale = largest / kLevels;
     *const_cast<float*>(to.scales) = scale;
     *const_cast<float*>(to.sums) = scale * static_cast<float>(sum);
     *const_cast<int32_t*>(to.starts) = -offset * sum;

@@ -14,7 +14,7 @@
 
 // To be raised, here and in octavo/ops/native/library.py, whenever this interface changes: a
 // library that was built before is then not used.
-enum { OCTAVO_INTERFACE = 2 };
+enum { OCTAVO_INTERFACE = 3 };
 OCTAVO_API int64_t octavo_interface();
 
 // Bits of octavo_features().
@@ -127,6 +127,17 @@ OCTAVO_API void octavo_linear_pack(const OctavoLinear* linear, const void* weigh
 OCTAVO_API void octavo_linear_pack_codes(const OctavoLinear* linear, const uint8_t* codes,
                                          const void* scales, const void* minimums,
                                          const OctavoPlace* place);
+
+// Dense weights as codes of 8 bits around 128 with a scale for each output and group of inputs:
+// max |weight| / 127, to the nearest, ties to even.
+struct OctavoQuantize {
+  const void* weight;  // [rows, inputs]
+  int64_t rows, inputs, group;
+  int64_t element;  // of weight
+  uint8_t* codes;   // [rows, inputs]
+  float* scales;    // [rows, groups]
+};
+OCTAVO_API void octavo_quantize(const OctavoQuantize* arguments);
 
 // y[rows, outputs] = epilogue(x[rows, inputs] . weights + bias, other[rows, outputs]), in FP32 up
 // to y, which may be `other`, not x. A row's bits do not depend on the others.

@@ -165,15 +165,16 @@ class Model:
         if device == "cpu" and (problem := native.problem()):
             self.reasons["cpu kernels"] = problem
         self.weight_bytes = 0
-        chosen = choose_versions(spec, dtype, device, deterministic, quantization is not None)
+        chosen = choose_versions(spec, dtype, device, deterministic, quantization)
         self.implementations = {op: version.name for op, version in chosen.items()}
-        dense = chosen["linear"].call
-        quantized = chosen["quantized_linear"].call if quantization else _not_quantized
-        make_linear = partial(
-            Linear,
-            format=format_of(quantization),
-            versions=LinearVersions(dense, quantized, dtype),
+        call = {op: version.call for op, version in chosen.items()}
+        versions = LinearVersions(
+            call["linear"],
+            call.get("quantized_linear", _not_quantized),
+            call.get("quantize", _not_quantized),
+            dtype,
         )
+        make_linear = partial(Linear, format=format_of(quantization), versions=versions)
         make_norm = partial(Norm, operation=chosen["rms_norm"].call)
         self._copy_blocks = chosen["copy_blocks"].call
 

@@ -11,17 +11,22 @@ from octavo.types import ConfigError
 
 OPERATIONS = ("embedding", "rms_norm", "linear", "paged_attention", "take_rows", "copy_blocks")
 
+_OF_QUANTIZATION: dict[str | None, tuple[str, ...]] = {
+    "gguf": ("quantized_linear",),
+    "int8": ("quantized_linear", "quantize"),
+}
+
 
 def choose_versions(
     spec: DecoderSpec,
     dtype: torch.dtype,
     device: str,
     deterministic: bool,
-    quantized: bool = False,
+    quantization: str | None = None,
 ) -> dict[str, Version]:
-    """Operation -> version, on ``device`` ("cpu", "cuda"). ``quantized``: linears may be. Raises
+    """Operation -> version, on ``device`` ("cpu", "cuda"). ``quantization``: of the model. Raises
     ConfigError, in one line, where ``--deterministic`` cannot be kept."""
-    operations = (*OPERATIONS, "quantized_linear") if quantized else OPERATIONS
+    operations = (*OPERATIONS, *_OF_QUANTIZATION.get(quantization, ()))
     found = {op: registry.runnable(op, device, dtype, deterministic) for op in operations}
     if missing := [op for op in operations if not found[op]]:
         raise ConfigError(

@@ -3,7 +3,7 @@
 A weight is ``(code - zero) * scale + minimum``, in groups of inputs that share scale and minimum.
 Inputs are rounded to 8 bits as well, each row of each group by a scale of its own, so that products
 are integers, whose sums are exact: the arithmetic of GGUF's CPU kernels (Q8_1 activations), and
-with one group over all inputs that of W8A8 with dynamic scales (LLM.int8(), SmoothQuant).
+with one group over all inputs that of W8A8 per channel with dynamic scales.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops.linear import Epilogue, silu_mul
 from octavo.ops.registry import register
 
 LEVELS = 127  # inputs become whole numbers of -127 .. 127
+ZERO = 128  # of codes made here
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,26 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     return found
 
 
-def quantize_channels(weight: Tensor) -> QuantizedWeight:
-    """weight: [out, in]. 8 bits, one FP32 scale per output, symmetric: the largest becomes 127."""
-    wide = weight.float()
-    scales = wide.abs().amax(dim=1, keepdim=True) / LEVELS
-    inverse = torch.where(scales > 0, 1 / scales, 0)
-    codes = (wide * inverse).round_().add_(128).to(torch.uint8)
-    return QuantizedWeight(codes, scales, None, 8, -(-weight.shape[1] // 4) * 4, zero=128)
+@register("quantize", "torch", batch_invariant="yes")
+def quantize(weight: Tensor, group: int) -> QuantizedWeight:
+    """weight: [out, in]; group: inputs that share a scale, a multiple of 4. 8 bits, FP32 scales,
+    max |weight| / 127, to the nearest, ties to even."""
+    outputs, inputs = weight.shape
+    wide = F.pad(weight.float(), (0, -inputs % group)).view(outputs, -1, group)
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    codes = (wide * _inverse(largest)).round_().add_(ZERO).to(torch.uint8)
+    return of_codes(codes.flatten(1)[:, :inputs], (largest / LEVELS)[..., 0], group)
+
+
+def of_codes(codes: Tensor, scales: Tensor, group: int) -> QuantizedWeight:
+    """codes: uint8 [out, in], around 128; scales: FP32 [out, groups]."""
+    return QuantizedWeight(codes, scales, None, 8, group, ZERO)
+
+
+def _inverse(largest: Tensor) -> Tensor:
+    """LEVELS / largest, 0 for 0. A number / a tensor would be a product with 1 / largest."""
+    levels = torch.tensor(LEVELS, dtype=largest.dtype)
+    return torch.where(largest > 0, levels / largest, 0)
 
 
 class QuantizedLinear(Protocol):
@@ -110,11 +125,9 @@ def rounded(x: Tensor, group: int) -> Tensor:
     """x: [T, in]. What the product sees of it: whole multiples of max |x| / 127 of each row and
     group, to the nearest, ties to even."""
     size = x.shape[1]
-    padded = torch.nn.functional.pad(x, (0, -size % group)).view(len(x), -1, group)
+    padded = F.pad(x, (0, -size % group)).view(len(x), -1, group)
     largest = padded.abs().amax(dim=-1, keepdim=True)
-    levels = torch.tensor(LEVELS, dtype=x.dtype)  # a number / x would be a product with 1 / x
-    inverse = torch.where(largest > 0, levels / largest, 0)
-    return ((padded * inverse).round() * (largest / LEVELS)).flatten(1)[:, :size]
+    return ((padded * _inverse(largest)).round() * (largest / LEVELS)).flatten(1)[:, :size]
 
 
 @register("quantized_linear", "torch")

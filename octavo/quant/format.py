@@ -40,6 +40,7 @@ class LinearVersions:
 
     dense: Callable[..., Any]
     quantized: Callable[..., Any]
+    quantize: Callable[..., Any]
     dtype: torch.dtype
 
 

@@ -24,6 +24,7 @@ from octavo.model.loader.safetensors import SafetensorsSource
 from octavo.model.loader.source import WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
+from octavo.quant.int8 import BYTES_PER_WEIGHT
 from octavo.types import ConfigError
 
 Progress = Callable[[str, float], None]
@@ -115,10 +116,15 @@ def _weight_bytes(
     sizes = {name: source.bytes_loaded(name, shape, dtype) for name, shape in wanted.items()}
     if model.quantization == "int8":
         matrices = (name for name, shape in wanted.items() if len(shape) == 2)
-        sizes |= {name: math.prod(wanted[name]) for name in matrices if name != "embed.weight"}
+        sizes |= {
+            name: int(math.prod(wanted[name]) * BYTES_PER_WEIGHT)
+            for name in matrices
+            if name != "embed.weight"
+        }
     if model.spec.tied_embeddings and model.device == "cpu" and model.quantization != "gguf":
         elements = math.prod(wanted["embed.weight"])  # the head's packed copy
-        sizes["head"] = elements * (1 if model.quantization == "int8" else dtype.itemsize)
+        is_int8 = model.quantization == "int8"
+        sizes["head"] = int(elements * (BYTES_PER_WEIGHT if is_int8 else dtype.itemsize))
     return sum(sizes.values())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.ops.linear import Epilogue
 from octavo.ops.native import calls, memory
 from octavo.ops.native.library import Features, Kernels, brief_function, function, preferred
-from octavo.ops.quantized import QuantizedWeight, alike
+from octavo.ops.quantized import QuantizedWeight, alike, of_codes
 from octavo.ops.registry import register
 
 _HALF = 16  # lanes of the gate and of the up projection in a panel
@@ -57,6 +57,16 @@ class _Call(Structure):
 
     _fields_ = tuple(
         (name, c_void_p) for name in ("linear", "x", "other", "y", "ids", "scratch", "rows")
+    )
+
+
+class _Quantize(Structure):
+    """OctavoQuantize."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        *((name, c_int64) for name in ("rows", "inputs", "group", "element")),
+        *((name, c_void_p) for name in ("codes", "scales")),
     )
 
 
@@ -237,6 +247,20 @@ class NativeQuantizedLinear(_Packed):
         arguments = _Lookup(self._at, ids.data_ptr(), y.data_ptr(), addressof(rows))
         calls.call("octavo_linear_lookup", arguments, self)
         return y
+
+
+@register("quantize", "native", _quantized_available, batch_invariant="yes")
+def quantize(weight: Tensor, group: int) -> QuantizedWeight:
+    weight = weight.contiguous()
+    outputs, inputs = weight.shape
+    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
+    scales = torch.empty(outputs, -(-inputs // group))
+    arguments = _Quantize(
+        *(weight.data_ptr(), outputs, inputs, group, _ELEMENTS[weight.dtype]),
+        *(codes.data_ptr(), scales.data_ptr()),
+    )
+    function("octavo_quantize", c_void_p)(addressof(arguments))
+    return of_codes(codes, scales, group)
 
 
 def _by_lane(bias: Tensor, outputs: int, silu: bool) -> Tensor:

@@ -1,0 +1,52 @@
+// Numbers rounded to 8 bits. Plain loops that the compiler vectorizes for the instruction set of the
+// file that includes this; all of them give the same bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.h"
+
+namespace octavo {
+namespace {  // see numbers.h
+
+constexpr float kLevels = 127.0f;
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// max |x|, NaN if one is.
+template <class T>
+inline float largest_of(const T* x, int64_t count) {
+  uint32_t top = 0;  // the order of positive numbers is that of their bits, NaN above infinity
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = bits_of(to_float(x[i])) & 0x7fffffffu;
+    top = bits > top ? bits : top;
+  }
+  float found;
+  std::memcpy(&found, &top, sizeof found);
+  return found;
+}
+
+// Numbers times `factor`, -127 .. 127, as whole numbers. Returns their sum.
+template <class T>
+inline int32_t round_to(int8_t* to, const T* x, int64_t count, float factor) {
+  const float whole = 12582912.0f;  // 1.5 * 2^23: a sum with it has no digits after the point
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto value = static_cast<int8_t>(bits_of(to_float(x[i]) * factor + whole) -
+                                           bits_of(whole));
+    to[i] = value;
+    sum += value;
+  }
+  return sum;
+}
+
+// What makes the largest of some numbers 127; 0 where all are zero or the largest is none.
+inline float levels_per(float largest) { return largest > 0.0f ? kLevels / largest : 0.0f; }
+
+}  // namespace
+}  // namespace octavo
