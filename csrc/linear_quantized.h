@@ -7,6 +7,8 @@
 //   set_ints(x), quad(from), floats(ints)
 #pragma once
 
+#include <cfloat>
+
 #include "linear.h"
 #include "linear_scratch.h"
 
@@ -197,7 +199,9 @@ class Quantized {
     const auto offset = static_cast<int32_t>(linear_.zero - Isa::template kOffset<BITS>);
     x += row * linear_.inputs + first;
     const float largest = largest_of(x, count);
-    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    // No number for a NaN, infinite for 0 and numbers so small that they count as 0.
+    const float factor = 127.0f / largest;
+    const float inverse = factor <= FLT_MAX ? factor : 0.0f;
     const Inputs to = inputs(row, group);
     auto* quads = const_cast<int8_t*>(to.quads);
     int32_t sum = 0;

@@ -56,13 +56,16 @@ class QuantizedWeight:
 
 
 def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """The same weights, exactly, in one kind that can hold them all: the most bits, the smallest
-    group, FP32 scales where one has them, minimums where one has them or zeros differ."""
+    """The same weights in one kind that can hold them all: the most bits, the smallest group, FP32
+    scales where one has them, minimums where one has them. Where zeros differ, each becomes part
+    of the minimums, in FP32, which rounds none of a scale of 18 bits or fewer (GGUF's).
+
+    Raises ValueError where groups cannot be cut into the smallest."""
     group = min(weight.group for weight in weights)
-    wide = any(weight.scales.dtype == torch.float32 for weight in weights)
     zeros = {weight.zero for weight in weights}
+    wide = len(zeros) > 1 or any(weight.scales.dtype == torch.float32 for weight in weights)
     minimums = len(zeros) > 1 or any(weight.minimums is not None for weight in weights)
-    dtype = torch.float32 if wide or len(zeros) > 1 else torch.float16
+    dtype = torch.float32 if wide else torch.float16
     bits = max(weight.bits for weight in weights)
     found = []
     for weight in weights:
@@ -72,7 +75,9 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
         times = weight.group // group
         scales, low = weight.scales.to(dtype), weight.minimums
         if minimums:
-            low = scales * -weight.zero if low is None else low.to(dtype)
+            low = torch.zeros_like(scales) if low is None else low.to(dtype)
+            if len(zeros) > 1:
+                low = low - scales * weight.zero
         found.append(
             QuantizedWeight(
                 weight.codes,
@@ -80,7 +85,7 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
                 None if low is None else low.repeat_interleave(times, dim=1)[:, :count],
                 bits,
                 group,
-                0 if minimums else weight.zero,
+                0 if len(zeros) > 1 else weight.zero,
             )
         )
     return found
@@ -108,12 +113,13 @@ class QuantizedLinear(Protocol):
 
 def rounded(x: Tensor, group: int) -> Tensor:
     """x: [T, in]. What the product sees of it: whole multiples of max |x| / 127 of each row and
-    group, to the nearest, ties to even."""
+    group, to the nearest, ties to even; 0 where that maximum has no finite 127 / max |x|."""
     size = x.shape[1]
     padded = torch.nn.functional.pad(x, (0, -size % group)).view(len(x), -1, group)
     largest = padded.abs().amax(dim=-1, keepdim=True)
     levels = torch.tensor(LEVELS, dtype=x.dtype)  # a number / x would be a product with 1 / x
-    inverse = torch.where(largest > 0, levels / largest, 0)
+    inverse = levels / largest
+    inverse = torch.where(inverse.isfinite(), inverse, 0)
     return ((padded * inverse).round() * (largest / LEVELS)).flatten(1)[:, :size]
 
 
