@@ -43,6 +43,9 @@ class DummySource:
     def stored_name(self, name: str) -> str:
         return name
 
+    def keeps_groups(self, name: str) -> bool:
+        return False
+
     def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return math.prod(shape) * dtype.itemsize
 

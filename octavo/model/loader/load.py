@@ -116,8 +116,9 @@ def _weight_bytes(
     if model.quantization == "int8":
         matrices = (name for name, shape in wanted.items() if len(shape) == 2)
         sizes |= {name: math.prod(wanted[name]) for name in matrices if name != "embed.weight"}
-    if model.spec.tied_embeddings and model.device == "cpu" and model.quantization != "gguf":
-        elements = math.prod(wanted["embed.weight"])  # the head's packed copy
+    shared = source.keeps_groups("embed.weight")  # rows are read from the head's packed copy
+    if model.spec.tied_embeddings and model.device == "cpu" and not shared:
+        elements = math.prod(wanted["embed.weight"])
         sizes["head"] = elements * (1 if model.quantization == "int8" else dtype.itemsize)
     return sum(sizes.values())
 

@@ -58,6 +58,9 @@ class SafetensorsSource:
     def stored_name(self, name: str) -> str:
         return translate(name, self._names)
 
+    def keeps_groups(self, name: str) -> bool:
+        return False
+
     def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return math.prod(shape) * dtype.itemsize
 

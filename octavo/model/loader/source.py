@@ -36,6 +36,9 @@ class WeightSource(Protocol):
     def stored_name(self, name: str) -> str:
         """The checkpoint's name of our tensor ``name`` (``layers.3.q.weight``)."""
 
+    def keeps_groups(self, name: str) -> bool:
+        """Whether our tensor ``name`` comes as a ``QuantizedWeight``."""
+
     def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """What ``fetch`` brings of our tensor ``name``."""
 
