@@ -28,22 +28,13 @@ KERNELS = [
 ]
 if not KERNELS:
     pytest.skip("there are no CPU kernels, or this CPU runs none", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
     """Is the one that runs."""
     monkeypatch.setattr(library, "features", lambda: request.param)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """On a busy machine a team waits for milliseconds at every barrier; results do not depend on
-    it, which has a test of its own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def weight(
