@@ -115,7 +115,7 @@ def rounded(x: Tensor, group: int) -> Tensor:
     """x: [T, in]. What the product sees of it: whole multiples of max |x| / 127 of each row and
     group, to the nearest, ties to even; 0 where that maximum has no finite 127 / max |x|."""
     size = x.shape[1]
-    padded = torch.nn.functional.pad(x, (0, -size % group)).unflatten(1, (-1, group))
+    padded: Tensor = torch.nn.functional.pad(x, (0, -size % group)).unflatten(1, (-1, group))
     largest = padded.abs().amax(dim=-1, keepdim=True)
     levels = torch.tensor(LEVELS, dtype=x.dtype)  # a number / x would be a product with 1 / x
     inverse = levels / largest

@@ -1,8 +1,8 @@
 """The demo model on quantized weights: how far its logits are from those of the same checkpoint in
 FP32, what its perplexity becomes, and what memory it takes.
 
-Bounds are 1.5 to 2 times what was measured where FP32's rounding matters, and more for what is a
-fraction of a percent (SmolLM2-135M-Instruct, Zen 4; texts of 300 and 155 tokens).
+Bounds are 1.5 to 2 times what was measured (SmolLM2-135M-Instruct, Zen 4; texts of 300 and 155
+tokens), 2 % for perplexities that change by less than 1 %.
 """
 
 from __future__ import annotations
