@@ -17,6 +17,7 @@ from octavo.ops.native.linear import NativeLinear
 from tests.ops.batch_invariance import assert_rows_alike
 from tests.ops.comparing import assert_close, expected_linear, randn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BF16, FP32 = torch.bfloat16, torch.float32
 EPILOGUES = ("none", "add", "silu_mul", "logits")
 (VERSION,) = (v for v in registry.versions("linear") if v.name == "native")
@@ -115,6 +116,26 @@ def test_logits_are_summed_up_and_kept_in_fp32(dtype):
     bound = {BF16: 1e-6, FP32: 2e-6}[dtype]
     assert ((found - exact).abs().max() / exact.abs().max()) < bound
     assert found.dtype == FP32 and (found != found.to(BF16)).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("outputs", (1, 31, 32, 33, 500))
+def test_the_largest_logit_is_the_first_of_them(dtype, outputs):
+    """As the logits' own argmax, for any number of rows, also where several are as large."""
+    x, shift = randn(40, 96).to(dtype), randn(outputs, seed=2).to(dtype)
+    weight = randn(outputs, 96, seed=1).to(dtype)
+    for bias in (None, shift):
+        linear = NativeLinear([weight], bias, "logits")
+        for rows in (*range(9), 14, 15, 40):
+            found = linear.largest(x[:rows])
+            assert found.dtype == torch.int64 and found.shape == (rows,)
+            assert torch.equal(found, linear(x[:rows]).argmax(-1))
+    equal = NativeLinear([weight[:1].expand(outputs, -1)], None, "logits")
+    assert not equal.largest(x).any()
+    late = torch.zeros(outputs, 96, dtype=dtype)
+    late[outputs // 2 :] = weight[:1]
+    largest = NativeLinear([late], None, "logits").largest(x)
+    positive = (x.double() @ weight[0].double()) > 0
+    assert torch.equal(largest, torch.where(positive, outputs // 2, 0))
 
 
 def test_projections_of_any_size_are_fused(dtype):

@@ -141,6 +141,15 @@ def test_any_number_of_rows(kernel, epilogue, dtype):
         check([weight(98, 96, 4 + rows % 2 * 4, minimums=True)], rows, dtype, epilogue)
 
 
+@pytest.mark.parametrize("outputs", (1, 31, 33, 500))
+def test_the_largest_logit_is_the_first_of_them(kernel, outputs):
+    for bits, dtype in ((4, FP32), (8, BF16)):
+        x = randn(40, 96).to(dtype)
+        linear = NativeQuantizedLinear([weight(outputs, 96, bits)], None, "logits", dtype)
+        for rows in (0, 1, 2, 5, 12, 13, 40):
+            assert torch.equal(linear.largest(x[:rows]), linear(x[:rows]).argmax(-1))
+
+
 @pytest.mark.parametrize("epilogue", ("none", "silu_mul"))
 def test_projections_of_any_size_are_fused(kernel, epilogue):
     sizes = (40, 40) if epilogue == "silu_mul" else (40, 7, 1, 33)
