@@ -12,7 +12,7 @@ import torch
 from octavo.config import ModelConfig
 from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, grouped
 from octavo.model.quantization import choose_quantization
-from octavo.ops.native import library
+from octavo.ops.native import library, memory
 from octavo.ops.native.library import Features
 from octavo.ops.quantized import QuantizedWeight
 from octavo.types import ConfigError
@@ -144,7 +144,7 @@ def test_the_bytes_a_value_is_said_to_take_are_those_it_is_packed_in(kind: str) 
     weight = grouped(torch.from_numpy(blocks).flatten(), kind, shape)
     linear = NativeQuantizedLinear([weight], None, "none", torch.float32)
     size = library.function("octavo_linear_bytes", library.ctypes.c_void_p)(linear._at)
-    assert size == bytes_per_value(kind) * weight.codes.numel()
+    assert size == bytes_per_value([kind]) * weight.codes.numel()
     assert torch.equal(linear.rows(torch.arange(64)), weight.dense())
 
 
@@ -197,6 +197,25 @@ def test_a_gguf_file_is_kept_in_its_groups(mix: str, checkpoint: Path, tmp_path:
     exact = all_logits(exact_model, IDS)
     assert error(all_logits(load(file, quantization="gguf"), IDS), exact) < 0.03
     assert error(all_logits(model, IDS), exact) < 0.05
+
+
+@has_kernels
+@pytest.mark.parametrize(
+    "kinds",
+    [("Q4_1", "Q8_0"), ("Q8_0", "Q4_0"), ("Q4_0", "Q4_1"), ("Q5_0", "Q5_1"), ("Q8_0", "F16")],
+    ids=" and ".join,
+)
+def test_what_is_fused_takes_the_bytes_it_is_said_to_take(
+    kinds: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, "Llama", hidden_size=256, intermediate_size=512)
+    mix = {"attn_v": kinds[1], "ffn_up": kinds[1], "token_embd": "F32", "output": "F32"}
+    file = write_gguf(tmp_path / "m.gguf", tmp_path, kinds[0], kinds=mix)
+    sizes, zeros = [], memory.zeros
+    monkeypatch.setattr(memory, "zeros", lambda size: sizes.append(size) or zeros(size))
+    model = load(file, quantization="gguf")
+    dense = 4 * (320 * 256 + 7 * 256)  # the embedding, the norms
+    assert abs(model.weight_bytes / (sum(sizes) + dense) - 1) < 0.005
 
 
 @has_kernels

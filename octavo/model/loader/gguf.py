@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -56,10 +56,11 @@ class GGUFSource:
     def keeps_groups(self, name: str) -> bool:
         return self._in_groups and self._kind(name) in KINDS
 
-    def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        kept = self.keeps_groups(name)
-        size = bytes_per_value(self._kind(name)) if kept else dtype.itemsize
-        return int(math.prod(shape) * size)
+    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+        size: float = dtype.itemsize
+        if all(map(self.keeps_groups, shapes)):
+            size = bytes_per_value({self._kind(name) for name in shapes})
+        return int(sum(map(math.prod, shapes.values())) * size)
 
     def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Weight]:
         stored = self._file.tensors[self.stored_name(name)]
