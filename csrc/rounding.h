@@ -2,6 +2,7 @@
 // file that includes this; all of them give the same bits.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 #include <cstring>
 
@@ -45,8 +46,12 @@ inline int32_t round_to(int8_t* to, const T* x, int64_t count, float factor) {
   return sum;
 }
 
-// What makes the largest of some numbers 127; 0 where all are zero or the largest is none.
-inline float levels_per(float largest) { return largest > 0.0f ? kLevels / largest : 0.0f; }
+// What makes the largest of some numbers 127. 0 where it is none, and for zeros and numbers so small
+// that they count as such.
+inline float levels_per(float largest) {
+  const float factor = kLevels / largest;
+  return factor <= FLT_MAX ? factor : 0.0f;
+}
 
 }  // namespace
 }  // namespace octavo

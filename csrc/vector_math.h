@@ -7,7 +7,8 @@ namespace {  // see numbers.h
 
 constexpr float kLog2e = 1.44269504088896341f;
 
-// 2^x with a relative error of 3e-7, exact at 0; 0 for x <= -200 and so for -inf; NaN for NaN.
+// 2^x with a relative error of 3e-7, exact at 0; 0 for x <= -200 and so for -inf; infinite above 128
+// (with AVX2 above 127.5); NaN for NaN.
 template <class Isa>
 inline typename Isa::Vec exp2(typename Isa::Vec x) {
   x = Isa::max(Isa::set(-200.0f), x);  // the second where one is no number

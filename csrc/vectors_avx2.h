@@ -27,12 +27,15 @@ struct Avx2 {
   static Vec round(Vec a) {
     return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
-  // Results below the normal numbers are 0; NaN stays NaN.
+  // a * 2^power, a in 0.5 .. 2. Results below the normal numbers are 0, infinite ones begin where
+  // `power` is above 127; NaN stays NaN.
   static Vec scale(Vec a, Vec power) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(power), 23);
     const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(a), exponent);
     const Vec normal = _mm256_cmp_ps(power, set(-125.0f), _CMP_NLT_UQ);
-    return _mm256_and_ps(_mm256_castsi256_ps(sum), normal);
+    const Vec above = _mm256_cmp_ps(power, set(127.0f), _CMP_GT_OQ);
+    return _mm256_blendv_ps(_mm256_and_ps(_mm256_castsi256_ps(sum), normal),
+                            set(__builtin_inff()), above);
   }
   static Vec copy_sign(Vec a, Vec sign) {
     return _mm256_or_ps(a, _mm256_and_ps(set(-0.0f), sign));

@@ -23,6 +23,15 @@ settings.register_profile("explore", deadline=None, max_examples=3000, print_blo
 settings.load_profile("default")
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For many small kernels: on a busy machine a team waits milliseconds at each barrier."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def model_r() -> Path:
     """R: random Llama, FP32 safetensors directory."""

@@ -73,6 +73,17 @@ def spelling_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def fields_by_spelling(command: Command) -> dict[str, Any]:
+    """Every way to write a flag. Where two flags share one (``-q``), it means the one of the config
+    that the command names first."""
+    found: dict[str, Any] = {}
+    for config in command.configs:
+        for name, f in flag_fields(config):
+            for spelling in (spelling_of(name), *f.metadata["names"]):
+                found.setdefault(spelling, f)
+    return found
+
+
 def parse(command: Command, tokens: list[str]) -> Arguments:
     """Reads ``tokens``; flags given here win over those of ``--config FILE``.
 
@@ -116,17 +127,18 @@ def to_tokens(config: type, given: dict[str, Any]) -> list[str]:
 class _Reader:
     def __init__(self, command: Command) -> None:
         self.command = command
-        self.fields: dict[str, Any] = {}  # spelling -> field
-        self.negations: dict[str, Any] = {}  # --no-x -> field
-        self.positionals: list[Any] = []
-        for config in command.configs:
-            for name, f in flag_fields(config):
-                for spelling in (spelling_of(name), *f.metadata["names"]):
-                    self.fields[spelling] = f
-                    if kind_of(f) == "bool":
-                        self.negations["--no-" + spelling.lstrip("-")] = f
-                if f.metadata.get("positional"):
-                    self.positionals.append(f)
+        self.fields = fields_by_spelling(command)
+        self.negations = {  # --no-x -> field
+            "--no-" + spelling.lstrip("-"): f
+            for spelling, f in self.fields.items()
+            if kind_of(f) == "bool"
+        }
+        self.positionals = [
+            f
+            for config in command.configs
+            for _, f in flag_fields(config)
+            if f.metadata.get("positional")
+        ]
 
     def read(self, tokens: list[str]) -> Arguments:
         given = Arguments()

@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from typing import Any
 
-from octavo.cli.arguments import Command, kind_of, spelling_of
+from octavo.cli.arguments import Command, fields_by_spelling, kind_of, spelling_of
 from octavo.config import FLAGS_OF_LATER_VERSIONS, RETIRED_FLAGS, flag_fields
 
 _METAVARS = {
@@ -30,16 +30,17 @@ def command_help(command: Command, topic: str) -> str:
     for f in fields:
         if f.metadata.get("positional"):
             lines += [*_entry(f.name.upper(), _describe(f)), ""]
+    owners = fields_by_spelling(command)
     some_are_top = any(f.metadata.get("top") for f in flags)
     if topic == "":
         shown = [f for f in flags if f.metadata.get("top") or not some_are_top]
-        lines += [line for f in shown for line in _flag(f)]
+        lines += [line for f in shown for line in _flag(f, owners)]
         lines += _entry(*_CONFIG_LINE)
         if len(shown) < len(flags):
             more = f"all {len(flags)} flags; --help=GROUP or --help=WORD some of them"
             lines += _entry("--help=all", more)
     elif topic == "all":
-        lines += _by_group(flags) + _entry(*_CONFIG_LINE)
+        lines += _by_group(flags, owners) + _entry(*_CONFIG_LINE)
         if command.migrating:
             lines += _foreign()
     else:
@@ -48,7 +49,7 @@ def command_help(command: Command, topic: str) -> str:
         ]
         groups = sorted({f.metadata["group"] for f in flags})
         nothing = f"no flag matches {topic!r}; groups: {', '.join(groups)}"
-        lines += _by_group(shown) if shown else [nothing]
+        lines += _by_group(shown, owners) if shown else [nothing]
     if command.examples and topic in ("", "all"):
         lines += ["", "examples:", *(f"  {example}" for example in command.examples)]
     return "\n".join(lines)
@@ -63,19 +64,22 @@ def _usage(command: Command, fields: list[Any]) -> str:
     return " ".join(["usage: octavo", command.name, *words, "[flags]"])
 
 
-def _by_group(flags: list[Any]) -> list[str]:
+def _by_group(flags: list[Any], owners: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     for group in dict.fromkeys(f.metadata["group"] for f in flags):
         lines += [f"{group}:"]
-        lines += [line for f in flags if f.metadata["group"] == group for line in _flag(f)]
+        members = [f for f in flags if f.metadata["group"] == group]
+        lines += [line for f in members for line in _flag(f, owners)]
         lines += [""]
     return lines
 
 
-def _flag(f: Any) -> list[str]:
+def _flag(f: Any, owners: dict[str, Any]) -> list[str]:
+    """``owners``: spelling -> the flag that it means here."""
     kind = kind_of(f)
     spelling = spelling_of(f.name)
-    names = [f"--[no-]{spelling[2:]}" if kind == "bool" else spelling, *f.metadata["names"]]
+    others = [name for name in f.metadata["names"] if owners[name] is f]
+    names = [f"--[no-]{spelling[2:]}" if kind == "bool" else spelling, *others]
     choices = f.metadata.get("choices")
     metavar = f.metadata.get("metavar") or (
         _METAVARS.get(kind, "")

@@ -10,15 +10,16 @@ from octavo.ops.native import library
 from octavo.types import ConfigError
 
 _EXACT = ("float", "float32")
+_HALF = ("half", "float16")
 
 
 def choose_quantization(config: ModelConfig, is_gguf: bool, device: str) -> tuple[str | None, str]:
     """For ``--quantization`` on ``device`` ("cpu", "cuda"): "int8" (dense weights are rounded while
     loading), "gguf" (a file's groups are kept) or None (dense weights), and why.
 
-    A GGUF file's groups are kept on a CPU that has kernels for them, unless FP32 was asked for:
-    with these, inputs are rounded to 8 bits. Raises ConfigError where what was asked for cannot be
-    had.
+    A GGUF file's groups are kept on a CPU that has kernels for them, unless FP32 was asked for
+    (with groups, inputs are rounded to 8 bits) or FP16 (which the kernels do not take). Raises
+    ConfigError where what was asked for cannot be had.
     """
     asked = config.quantization
     if asked == "gguf" and not is_gguf:
@@ -35,8 +36,13 @@ def choose_quantization(config: ModelConfig, is_gguf: bool, device: str) -> tupl
             f"--quantization {asked}: needs octavo's CPU kernels, which this CPU cannot run or "
             f"which are {library.problem() or 'for AVX2 at least'}"
         )
+    if asked and config.dtype in _HALF:
+        raise ConfigError(
+            f"--quantization {asked}: not with --dtype {config.dtype} on a CPU; use bfloat16 or "
+            "float32"
+        )
     if asked:
         return asked, f"--quantization {asked}"
-    if is_gguf and native and config.dtype not in _EXACT:
+    if is_gguf and native and config.dtype not in (*_EXACT, *_HALF):
         return "gguf", "the file's own groups; --dtype float32 expands them and is exact"
     return None, ""

@@ -58,13 +58,16 @@ class QuantizedWeight:
 
 
 def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """The same weights, exactly, in one kind that can hold them all: the most bits, the smallest
-    group, FP32 scales where one has them, minimums where one has them or zeros differ."""
+    """The same weights in one kind that can hold them all: the most bits, the smallest group, FP32
+    scales where one has them, minimums where one has them. Where zeros differ, each becomes part
+    of the minimums, in FP32, which rounds none of a scale of 18 bits or fewer (GGUF's).
+
+    Raises ValueError where groups cannot be cut into the smallest."""
     group = min(weight.group for weight in weights)
-    wide = any(weight.scales.dtype == torch.float32 for weight in weights)
     zeros = {weight.zero for weight in weights}
+    wide = len(zeros) > 1 or any(weight.scales.dtype == torch.float32 for weight in weights)
     minimums = len(zeros) > 1 or any(weight.minimums is not None for weight in weights)
-    dtype = torch.float32 if wide or len(zeros) > 1 else torch.float16
+    dtype = torch.float32 if wide else torch.float16
     bits = max(weight.bits for weight in weights)
     found = []
     for weight in weights:
@@ -74,7 +77,9 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
         times = weight.group // group
         scales, low = weight.scales.to(dtype), weight.minimums
         if minimums:
-            low = scales * -weight.zero if low is None else low.to(dtype)
+            low = torch.zeros_like(scales) if low is None else low.to(dtype)
+            if len(zeros) > 1:
+                low = low - scales * weight.zero
         found.append(
             QuantizedWeight(
                 weight.codes,
@@ -82,7 +87,7 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
                 None if low is None else low.repeat_interleave(times, dim=1)[:, :count],
                 bits,
                 group,
-                0 if minimums else weight.zero,
+                0 if len(zeros) > 1 else weight.zero,
             )
         )
     return found
@@ -105,9 +110,10 @@ def of_codes(codes: Tensor, scales: Tensor, group: int) -> QuantizedWeight:
 
 
 def _inverse(largest: Tensor) -> Tensor:
-    """LEVELS / largest, 0 for 0. A number / a tensor would be a product with 1 / largest."""
-    levels = torch.tensor(LEVELS, dtype=largest.dtype)
-    return torch.where(largest > 0, levels / largest, 0)
+    """LEVELS / largest; 0 where that is not finite."""
+    levels = torch.tensor(LEVELS, dtype=largest.dtype)  # a number / x would be levels * (1 / x)
+    inverse = levels / largest
+    return torch.where(inverse.isfinite(), inverse, 0)
 
 
 class QuantizedLinear(Protocol):
@@ -123,9 +129,9 @@ class QuantizedLinear(Protocol):
 
 def rounded(x: Tensor, group: int) -> Tensor:
     """x: [T, in]. What the product sees of it: whole multiples of max |x| / 127 of each row and
-    group, to the nearest, ties to even."""
+    group, to the nearest, ties to even; 0 where that maximum has no finite 127 / max |x|."""
     size = x.shape[1]
-    padded = F.pad(x, (0, -size % group)).view(len(x), -1, group)
+    padded: Tensor = F.pad(x, (0, -size % group)).unflatten(1, (-1, group))
     largest = padded.abs().amax(dim=-1, keepdim=True)
     return ((padded * _inverse(largest)).round() * (largest / LEVELS)).flatten(1)[:, :size]
 

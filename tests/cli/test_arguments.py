@@ -23,6 +23,7 @@ from octavo.types import ConfigError
 VLLM_FLAGS = """
 --model m | --served-model-name a b | --host 0.0.0.0 | --port 9000 | --uds /tmp/s | --api-key k
 --dtype half | --dtype float16 | --dtype bfloat16 | --dtype float | --dtype float32
+--quantization int8 | --quantization gguf | -q int8
 --max-model-len 32k | --max-model-len auto | --max-model-len -1 | --gpu-memory-utilization 0.5
 --kv-cache-memory-bytes 4GiB | --max-num-seqs 256 | --max-num-batched-tokens 8192
 --enable-chunked-prefill | --no-enable-chunked-prefill | --long-prefill-token-threshold 512
@@ -44,7 +45,7 @@ VLLM_FLAGS = """
 """
 LATER_FLAGS = """
 --nnodes 2 | -n 2 | --node-rank 1 | -r 1 | --master-addr h | --master-port 29501
---data-parallel-backend ray | -dpb ray | --quantization awq | -q gptq | --quantization-fp8-dynamic
+--data-parallel-backend ray | -dpb ray | --quantization-fp8-dynamic
 --speculative-config {} | -sc {} | --spec-method ngram | --spec-model m | --spec-tokens 5
 --speculative-model [ngram] | --num-speculative-tokens 5 | --enable-auto-tool-choice
 --tool-call-parser hermes | --reasoning-parser qwen3 | --structured-outputs-config {}
@@ -107,7 +108,8 @@ def test_the_tables_of_foreign_flags_are_walked_in_full() -> None:
     "tokens",
     cases(
         "--scheduling-policy fair | --load-format bitsandbytes | --kv-cache-dtype fp8\n"
-        "--kv-cache-dtype int8 | --kv-cache-dtype fp8_e5m2"
+        "--kv-cache-dtype int8 | --kv-cache-dtype fp8_e5m2\n"
+        "--quantization awq | -q gptq | --quantization fp8 | --quantization compressed-tensors"
     ),
     ids=" ".join,
 )
@@ -217,7 +219,7 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
         ("port: [1]", "--port"),
         ("port: true", "--port"),
         ("enforce-eager: 5", "--enforce-eager"),
-        ("quantization: awq", "not in this version"),
+        ("quantization-fp8-dynamic: true", "not in this version"),
         ("a: b: c", "not YAML"),
         ("- 1", "flag: value"),
     ],
@@ -248,10 +250,10 @@ def test_every_field_has_a_known_kind_and_a_help() -> None:
             assert f.metadata["help"], name
 
 
-def test_help_shows_ten_flags_and_all_shows_every_one() -> None:
+def test_help_shows_eleven_flags_and_all_shows_every_one() -> None:
     short = command_help(serve.COMMAND, "")
     everything = command_help(serve.COMMAND, "all")
-    assert sum(line.startswith("  --") for line in short.splitlines()) == 10
+    assert sum(line.startswith("  --") for line in short.splitlines()) == 11
     for config in (EngineConfig, ServerConfig):
         for name, f in flag_fields(config):
             if not f.metadata.get("positional"):
@@ -276,3 +278,13 @@ def test_help_of_a_group_or_a_word() -> None:
 def test_chat_takes_engine_flags_too() -> None:
     values = parse(chat.COMMAND, ["m", "-q", "hi", "--dtype", "half"]).values
     assert values == {"model": "m", "quick": "hi", "dtype": "half"}
+
+
+def test_q_is_the_question_of_chat_and_the_quantization_of_serve() -> None:
+    values = parse(chat.COMMAND, ["m", "-q", "hi", "--quantization", "int8"]).values
+    assert values == {"model": "m", "quick": "hi", "quantization": "int8"}
+    assert read("-q", "int8").values == {"quantization": "int8"}
+    for command, name in ((chat.COMMAND, "quick"), (serve.COMMAND, "quantization")):
+        lines = command_help(command, "all").splitlines()
+        (line,) = (line for line in lines if ", -q " in line)
+        assert line.startswith(f"  --{name}, -q ")

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo import LLM, SamplingParams
 from octavo.types import RequestOutput
-from tests.fixtures import models
+from tests.fixtures import gguf_files, models, tokenizers
 
 CONFIG = dict(
     models.R_CONFIG,
@@ -71,6 +71,25 @@ def facts(output: RequestOutput) -> Facts:
 def write_checkpoint(directory: Path) -> Path:
     models.write_llama(directory, CONFIG, models.random_llama(CONFIG, seed=20261130))
     return directory
+
+
+def write_gguf(directory: Path) -> Path:
+    """A model of nearly that size, its matrices in Q4_1, in groups of 32 inputs."""
+    config = dict(CONFIG, intermediate_size=736)
+    specials, tokens, merges = tokenizers.small_vocabulary()
+    filler = [f"<{i}>" for i in range(CONFIG["vocab_size"] - len(specials) - len(tokens))]
+    file = directory / "model.gguf"
+    gguf_files.write_llama(
+        file,
+        config,
+        models.random_llama(config, seed=20261130),
+        "Q4_1",
+        specials=specials,
+        tokens=[*tokens, *filler],
+        merges=merges,
+        chat_template=None,
+    )
+    return file
 
 
 def engine(checkpoint: Path, **settings: Any) -> closing[LLM]:

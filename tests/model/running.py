@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
+from safetensors.torch import load_file
 
 from octavo.config import EngineConfig, ModelConfig
 from octavo.model.batch import ForwardBatch
@@ -41,6 +45,70 @@ def write_checkpoint(directory: Path, name: str, **changes: Any):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(directory)
     return model
+
+
+def write_gguf(
+    file: Path,
+    source: Path,
+    kind: str,
+    *,
+    arch: str = "llama",
+    tied: bool = False,
+    factors: torch.Tensor | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> Path:
+    """The Llama of ``source`` as a GGUF file, its matrices in ``kind``, or in what ``kinds`` says
+    of their GGUF names (``attn_q``)."""
+    config = json.loads((source / "config.json").read_text())
+    writer = gguf.GGUFWriter(str(file), arch)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(4)
+    short = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "q_proj": "attn_q",
+        "k_proj": "attn_k",
+        "v_proj": "attn_v",
+        "o_proj": "attn_output",
+        "gate_proj": "ffn_gate",
+        "up_proj": "ffn_up",
+        "down_proj": "ffn_down",
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+    }
+    for name, tensor in load_file(source / "model.safetensors").items():
+        parts = name.split(".")
+        values = tensor.float()
+        if parts[-2] in ("q_proj", "k_proj"):
+            dim = config["head_dim"]
+            values = values.view(-1, 2, dim // 2, values.shape[1]).transpose(1, 2)
+            values = values.reshape(tensor.shape)
+        where = f"blk.{parts[2]}." if parts[1] == "layers" else ""
+        if tied and parts[0] == "lm_head":
+            continue
+        stored = values.numpy()
+        of_name = (kinds or {}).get(short[parts[-2]], kind)
+        kept = "F32" if values.dim() == 1 else of_name
+        quantized = gguf.quants.quantize(stored, gguf.GGMLQuantizationType[kept])
+        raw_dtype = gguf.GGMLQuantizationType[kept]
+        writer.add_tensor(f"{where}{short[parts[-2]]}.weight", quantized, raw_dtype=raw_dtype)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
 
 
 def load(path: Path, dtype: str = "float32", **flags: Any) -> Model:

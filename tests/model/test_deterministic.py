@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from octavo.model import decoder
 from octavo.model.facts import build_spec
 from octavo.model.versions import choose_versions
+from octavo.ops.native import library
+from octavo.ops.native.library import Features
 from octavo.ops.triton import launch
 from octavo.types import ConfigError
 from tests.fixtures.models import R_CONFIG
@@ -23,6 +25,7 @@ FIXED = {
     "linear": "triton-fixed",
     "embedding": "triton",
     "copy_blocks": "triton",
+    "take_rows": "torch",  # copies, whatever the batch is
     "paged_attention": "triton-fixed",
 }
 
@@ -44,13 +47,34 @@ def refused(*arguments) -> str:
 def test_the_versions_that_do_not_depend_on_the_batch_are_chosen_where_asked_for(dtype):
     found = choose_versions(spec_of(), dtype, "cuda", True)
     assert {op: version.name for op, version in found.items()} == FIXED
-    for version in choose_versions(spec_of(), dtype, "cuda", False).values():
+    others = choose_versions(spec_of(), dtype, "cuda", False)
+    assert others.pop("take_rows").name == "torch"
+    for version in others.values():
         assert version.name == "triton"  # not the slower ones
 
 
-def test_refused_on_a_cpu():
+@pytest.mark.skipif(not library.features(), reason="no kernels here")
+@pytest.mark.parametrize("quantized", (False, True))
+def test_on_a_cpu_with_kernels_fp32_is_deterministic(quantized):
+    found = choose_versions(spec_of(), torch.float32, "cpu", True, quantized)
+    assert ("quantized_linear" in found) == quantized
+    ours = {"linear", "paged_attention", "rms_norm", "take_rows", "embedding", "quantized_linear"}
+    assert {op for op, version in found.items() if version.name == "native"} == ours & set(found)
+    assert all(version.batch_invariant == "yes" for version in found.values())
+
+
+def test_refused_on_a_cpu_where_no_kernel_runs(monkeypatch):
+    text = refused(spec_of(), FP16, "cpu", True)
+    assert "float16 on a CPU, rms_norm, linear, paged_attention may" in text
+    assert "needs Triton, a GPU" in text and "octavo's own kernels on a CPU" in text
+    monkeypatch.setattr(library, "features", lambda: Features(0))
     text = refused(spec_of(), torch.float32, "cpu", True)
-    assert "linear" in text and "on a CPU" in text and "needs Triton, a GPU" in text
+    assert "float32 on a CPU, rms_norm, linear, paged_attention may" in text
+
+
+def test_refused_in_bf16_on_a_cpu_that_cannot_multiply_it_in_a_kernel(monkeypatch):
+    monkeypatch.setattr(library, "features", lambda: Features.AVX2 | Features.AVX512)
+    assert "bfloat16 on a CPU, linear may" in refused(spec_of(), BF16, "cpu", True)
 
 
 def test_refused_in_fp32():
@@ -77,15 +101,15 @@ def test_refused_where_angles_follow_the_step(monkeypatch):
 
 
 def test_loading_says_so_before_it_reads_weights(model_r):
-    with pytest.raises(ConfigError, match="--deterministic: with float32 on a CPU"):
-        load(model_r, "float32", deterministic=True)
+    with pytest.raises(ConfigError, match="--deterministic: with float16 on a CPU"):
+        load(model_r, "float16", deterministic=True)
 
 
 @pytest.mark.skipif(not launch.INTERPRETED, reason="tests/gpu has it")
 @torch.inference_mode()
 def test_logits_are_the_same_however_the_prompt_comes(model_r, monkeypatch):
-    def chosen(spec, dtype, device, deterministic):
-        return choose_versions(spec, dtype, "cuda", True)
+    def chosen(spec, dtype, device, deterministic, quantized):
+        return choose_versions(spec, dtype, "cuda", True, quantized)
 
     monkeypatch.setattr(decoder, "choose_versions", chosen)
     model = load(model_r, "float16")

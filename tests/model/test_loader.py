@@ -15,7 +15,14 @@ from octavo.model.facts import default_sampling, eos_ids, read_spec
 from octavo.model.loader.load import load_model, open_source
 from octavo.model.loader.source import check_complete
 from octavo.types import ConfigError
-from tests.model.running import all_logits, load, random_ids, reference_logits, write_checkpoint
+from tests.model.running import (
+    all_logits,
+    load,
+    random_ids,
+    reference_logits,
+    write_checkpoint,
+    write_gguf,
+)
 
 IDS = random_ids(40)
 
@@ -205,59 +212,6 @@ def test_eos_ids_of_config_and_generation_config_are_joined(copy):
 
 
 # ---- GGUF ----
-
-
-def write_gguf(file: Path, source: Path, kind: str, *, arch="llama", tied=False, factors=None):
-    """The Llama of ``source`` as a GGUF file, its matrices in ``kind``."""
-    config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(str(file), arch)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_eos_token_id(2)
-    writer.add_eot_token_id(4)
-    short = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "q_proj": "attn_q",
-        "k_proj": "attn_k",
-        "v_proj": "attn_v",
-        "o_proj": "attn_output",
-        "gate_proj": "ffn_gate",
-        "up_proj": "ffn_up",
-        "down_proj": "ffn_down",
-        "embed_tokens": "token_embd",
-        "norm": "output_norm",
-        "lm_head": "output",
-    }
-    for name, tensor in load_file(source / "model.safetensors").items():
-        parts = name.split(".")
-        values = tensor.float()
-        if parts[-2] in ("q_proj", "k_proj"):
-            dim = config["head_dim"]
-            values = values.view(-1, 2, dim // 2, values.shape[1]).transpose(1, 2)
-            values = values.reshape(tensor.shape)
-        where = f"blk.{parts[2]}." if parts[1] == "layers" else ""
-        if tied and parts[0] == "lm_head":
-            continue
-        stored = values.numpy()
-        kept = "F32" if values.dim() == 1 else kind
-        quantized = gguf.quants.quantize(stored, gguf.GGMLQuantizationType[kept])
-        raw_dtype = gguf.GGMLQuantizationType[kept]
-        writer.add_tensor(f"{where}{short[parts[-2]]}.weight", quantized, raw_dtype=raw_dtype)
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 def test_gguf_twin_gives_the_same_logits_far_into_the_context(tmp_path):

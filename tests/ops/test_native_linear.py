@@ -1,5 +1,5 @@
-"""The CPU kernels for linears in BF16 (csrc/linear.h) on shapes of every kind. The cases that all
-versions share are in test_ops.py."""
+"""The CPU kernels for dense linears (csrc/linear_dense.h), each that runs on this CPU, on shapes of
+every kind. The cases that all versions share are in test_ops.py."""
 
 from __future__ import annotations
 
@@ -10,57 +10,63 @@ import pytest
 import torch
 
 from octavo.ops import registry
+from octavo.ops.native import library, memory
 from octavo.ops.native import linear as module
-from octavo.ops.native import memory
-from octavo.ops.native.library import Features
+from octavo.ops.native.library import Features, features
 from octavo.ops.native.linear import NativeLinear
 from tests.ops.batch_invariance import assert_rows_alike
 from tests.ops.comparing import assert_close, expected_linear, randn
 
-BF16 = torch.bfloat16
+pytestmark = pytest.mark.usefixtures("one_thread")
+BF16, FP32 = torch.bfloat16, torch.float32
 EPILOGUES = ("none", "add", "silu_mul", "logits")
-VERSION = next(v for v in registry.versions("linear") if v.name == "native")
-needs_cpu = pytest.mark.skipif(
-    not VERSION.available("cpu", BF16), reason="no kernels for AVX512_BF16 here"
-)
+(VERSION,) = (v for v in registry.versions("linear") if v.name == "native")
+KERNELS = [
+    pytest.param((dtype, needed), id=name.removeprefix("octavo_linear_"))
+    for dtype, kernels in module.DENSE.items()
+    for needed, name in kernels
+    if needed in features()
+]
 
 
-def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
-    return randn(*shape, seed=seed).to(BF16)
+@pytest.fixture(params=KERNELS)
+def dtype(request, monkeypatch):
+    """Of a kernel, which is the one that runs."""
+    dtype, needed = request.param
+    monkeypatch.setattr(library, "features", lambda: needed)
+    return dtype
 
 
-def operand(epilogue: str, rows: int, outputs: int) -> torch.Tensor | None:
-    return bf16(rows, outputs, seed=5) if epilogue == "add" else None
+def operand(dtype: torch.dtype, epilogue: str, rows: int, outputs: int) -> torch.Tensor | None:
+    return randn(rows, outputs, seed=5).to(dtype) if epilogue == "add" else None
 
 
-@needs_cpu
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("inputs", (1, 2, 63, 576))
 @pytest.mark.parametrize("outputs", (2, 30, 32, 34, 146))
-def test_any_number_of_outputs_and_inputs(outputs, inputs, epilogue, bias):
+def test_any_number_of_outputs_and_inputs(dtype, outputs, inputs, epilogue, bias):
     """Rows are followed by NaN, which reading past their end would bring in."""
     rows = 17
-    x = torch.full((rows * inputs + 64,), float("nan"), dtype=BF16)
-    x[: rows * inputs] = bf16(rows * inputs)
+    x = torch.full((rows * inputs + 64,), float("nan"), dtype=dtype)
+    x[: rows * inputs] = randn(rows * inputs).to(dtype)
     x = x[: rows * inputs].view(rows, inputs)
-    weights = [bf16(outputs // 2, inputs, seed=seed) / inputs**0.5 for seed in (1, 2)]
-    shift = bf16(outputs, seed=3) if bias else None
-    other = operand(epilogue, rows, outputs)
+    weights = [randn(outputs // 2, inputs, seed=seed).to(dtype) / inputs**0.5 for seed in (1, 2)]
+    shift = randn(outputs, seed=3).to(dtype) if bias else None
+    other = operand(dtype, epilogue, rows, outputs)
     expected = expected_linear(weights, shift, epilogue, x, other)
     found = NativeLinear(weights, shift, epilogue)(x, other)
-    assert found.dtype == (torch.float32 if epilogue == "logits" else BF16)
+    assert found.dtype == (torch.float32 if epilogue == "logits" else dtype)
     assert found.shape == expected.shape
     assert_close(found, expected, VERSION, found.dtype)
 
 
-@needs_cpu
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("outputs", (96, 130))
 @pytest.mark.parametrize("rows", (*range(17), 28, 29, 130, 196, 197, 500))
-def test_any_number_of_rows(rows, outputs, epilogue):
-    x, other = bf16(rows, 96), operand(epilogue, rows, outputs)
-    weight, shift = bf16(outputs, 96, seed=1) / 10, bf16(outputs, seed=2)
+def test_any_number_of_rows(dtype, rows, outputs, epilogue):
+    x, other = randn(rows, 96).to(dtype), operand(dtype, epilogue, rows, outputs)
+    weight, shift = randn(outputs, 96, seed=1).to(dtype) / 10, randn(outputs, seed=2).to(dtype)
     expected = expected_linear([weight], shift, epilogue, x, other)
     found = NativeLinear([weight], shift, epilogue)(x, other)
     assert found.shape == expected.shape
@@ -68,16 +74,17 @@ def test_any_number_of_rows(rows, outputs, epilogue):
         assert_close(found, expected, VERSION, found.dtype)
 
 
-@needs_cpu
 @pytest.mark.parametrize("threads", (1, 2, 3))
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize(("outputs", "inputs"), ((146, 577), (576, 1536)))
 def test_a_rows_bits_depend_neither_on_the_batch_nor_on_the_threads(
-    outputs, inputs, epilogue, threads
+    dtype, outputs, inputs, epilogue, threads
 ):
-    x, other = bf16(450, inputs), operand(epilogue, 450, outputs)
+    x, other = randn(450, inputs).to(dtype), operand(dtype, epilogue, 450, outputs)
     linear = NativeLinear(
-        [bf16(outputs, inputs, seed=1) / inputs**0.5], bf16(outputs, seed=2), epilogue
+        [randn(outputs, inputs, seed=1).to(dtype) / inputs**0.5],
+        randn(outputs, seed=2).to(dtype),
+        epilogue,
     )
     whole = linear(x, None if other is None else other.clone())
     before = torch.get_num_threads()
@@ -91,78 +98,97 @@ def test_a_rows_bits_depend_neither_on_the_batch_nor_on_the_threads(
     assert torch.equal(again, whole)
 
 
-@needs_cpu
 @pytest.mark.parametrize("rows", (1, 6, 7, 31))
-def test_rows_a_multiple_of_2_kib_apart(rows):
+def test_rows_a_multiple_of_2_kib_apart(dtype, rows):
     """Their inputs are copied."""
-    x, weight = bf16(40, 2048), bf16(70, 2048, seed=1) / 45
+    x, weight = randn(40, 2048).to(dtype), randn(70, 2048, seed=1).to(dtype) / 45
     linear = NativeLinear([weight], None, "none")
     found = linear(x[:rows])
-    assert_close(found, expected_linear([weight], None, "none", x[:rows]), VERSION, BF16)
+    assert_close(found, expected_linear([weight], None, "none", x[:rows]), VERSION, dtype)
     assert torch.equal(found, linear(x)[:rows])
 
 
-@needs_cpu
-def test_logits_are_summed_up_and_kept_in_fp32():
-    x, weight = bf16(9, 576) * 8, bf16(500, 576, seed=1)
+def test_logits_are_summed_up_and_kept_in_fp32(dtype):
+    x, weight = randn(9, 576).to(dtype) * 8, randn(500, 576, seed=1).to(dtype)
     found = NativeLinear([weight], None, "logits")(x)
     exact = expected_linear([weight], None, "none", x)
-    assert ((found - exact).abs().max() / exact.abs().max()) < 1e-6
-    assert (found != found.to(BF16)).float().mean() > 0.9
+    # An FP32 sum over ascending inputs: of products in FP32, or of pairs, which are half as many.
+    bound = {BF16: 1e-6, FP32: 2e-6}[dtype]
+    assert ((found - exact).abs().max() / exact.abs().max()) < bound
+    assert found.dtype == FP32 and (found != found.to(BF16)).float().mean() > 0.9
 
 
-@needs_cpu
-def test_projections_of_any_size_are_fused():
-    x = bf16(5, 64)
-    weights = [bf16(size, 64, seed=size) for size in (40, 7, 1, 33)]
+@pytest.mark.parametrize("outputs", (1, 31, 32, 33, 500))
+def test_the_largest_logit_is_the_first_of_them(dtype, outputs):
+    """As the logits' own argmax, for any number of rows, also where several are as large."""
+    x, shift = randn(40, 96).to(dtype), randn(outputs, seed=2).to(dtype)
+    weight = randn(outputs, 96, seed=1).to(dtype)
+    for bias in (None, shift):
+        linear = NativeLinear([weight], bias, "logits")
+        for rows in (*range(9), 14, 15, 40):
+            found = linear.largest(x[:rows])
+            assert found.dtype == torch.int64 and found.shape == (rows,)
+            assert torch.equal(found, linear(x[:rows]).argmax(-1))
+    equal = NativeLinear([weight[:1].expand(outputs, -1)], None, "logits")
+    assert not equal.largest(x).any()
+    late = torch.zeros(outputs, 96, dtype=dtype)
+    late[outputs // 2 :] = weight[:1]
+    largest = NativeLinear([late], None, "logits").largest(x)
+    positive = (x.double() @ weight[0].double()) > 0
+    assert torch.equal(largest, torch.where(positive, outputs // 2, 0))
+
+
+def test_projections_of_any_size_are_fused(dtype):
+    x = randn(5, 64).to(dtype)
+    weights = [randn(size, 64, seed=size).to(dtype) for size in (40, 7, 1, 33)]
     expected = expected_linear(weights, None, "none", x)
-    assert_close(NativeLinear(weights, None, "none")(x), expected, VERSION, BF16)
+    assert_close(NativeLinear(weights, None, "none")(x), expected, VERSION, dtype)
 
 
-@needs_cpu
-def test_tensors_that_are_not_contiguous():
-    x, other, weight = bf16(64, 6).T, bf16(40, 6, seed=1).T, bf16(64, 40, seed=2).T
+def test_tensors_that_are_not_contiguous(dtype):
+    x, other, weight = (
+        randn(64, 6).to(dtype).T,
+        randn(40, 6, seed=1).to(dtype).T,
+        randn(64, 40, seed=2).to(dtype).T,
+    )
     expected = expected_linear([weight], None, "add", x, other)
-    assert_close(NativeLinear([weight], None, "add")(x, other), expected, VERSION, BF16)
+    assert_close(NativeLinear([weight], None, "add")(x, other), expected, VERSION, dtype)
 
 
-@needs_cpu
-def test_the_sum_is_written_over_the_operand():
-    linear, other = NativeLinear([bf16(40, 64)], None, "add"), bf16(3, 40)
-    assert linear(bf16(3, 64), other).data_ptr() == other.data_ptr()
+def test_the_sum_is_written_over_the_operand(dtype):
+    linear, other = NativeLinear([randn(40, 64).to(dtype)], None, "add"), randn(3, 40).to(dtype)
+    assert linear(randn(3, 64).to(dtype), other).data_ptr() == other.data_ptr()
 
 
-@needs_cpu
-def test_the_operand_may_be_x():
-    x, weight = bf16(20, 64), bf16(64, 64, seed=1)
+def test_the_operand_may_be_x(dtype):
+    x, weight = randn(20, 64).to(dtype), randn(64, 64, seed=1).to(dtype)
     expected = expected_linear([weight], None, "add", x, x)
-    assert_close(NativeLinear([weight], None, "add")(x, x), expected, VERSION, BF16)
+    assert_close(NativeLinear([weight], None, "add")(x, x), expected, VERSION, dtype)
 
 
-@needs_cpu
-def test_weights_are_copied():
-    weight, x = bf16(40, 64), bf16(3, 64)
+def test_weights_are_copied(dtype):
+    weight, x = randn(40, 64).to(dtype), randn(3, 64).to(dtype)
     linear = NativeLinear([weight], None, "none")
     before = linear(x)
     weight.zero_()
     assert torch.equal(linear(x), before)
 
 
-@needs_cpu
-def test_silu_of_large_numbers():
-    values = (-1e30, -200.0, -80.0, -1.0, 0.0, 1.0, 80.0, 200.0, 1e30, float("inf"))
-    x = torch.tensor(values).to(BF16)[:, None]
-    ones = torch.ones(1, 1, dtype=BF16)
+def test_silu_of_large_numbers(dtype):
+    negative = (-1e30, -3e9, -1e4, -300.0, -200.0, -130.0, -100.0, -90.0, -89.0, -87.0, -80.0, -1.0)
+    values = (*negative, 0.0, 1.0, 80.0, 89.0, 200.0, 1e30, float("inf"))
+    x = torch.tensor(values).to(dtype)[:, None]
+    ones = torch.ones(1, 1, dtype=dtype)
     linear = NativeLinear([ones, torch.zeros_like(ones)], torch.tensor([0.0, 1.0]), "silu_mul")
     expected = torch.nn.functional.silu(x.double())
     finite = slice(None, -1)
-    torch.testing.assert_close(linear(x)[finite].double(), expected[finite], rtol=4e-3, atol=1e-30)
+    rtol = max(torch.finfo(dtype).eps / 2, 1e-6)
+    torch.testing.assert_close(linear(x)[finite].double(), expected[finite], rtol=rtol, atol=1e-30)
 
 
-@needs_cpu
-def test_nan_stays_in_its_row():
-    x = bf16(20, 64)
-    linear = NativeLinear([bf16(64, 64, seed=1)], None, "silu_mul")
+def test_nan_stays_in_its_row(dtype):
+    x = randn(20, 64).to(dtype)
+    linear = NativeLinear([randn(64, 64, seed=1).to(dtype)], None, "silu_mul")
     before = linear(x)
     x[7, 3] = float("nan")
     found = linear(x)
@@ -171,32 +197,44 @@ def test_nan_stays_in_its_row():
     assert torch.equal(found, before)
 
 
-@needs_cpu
-def test_operands_that_do_not_fit_are_refused():
-    weight = bf16(40, 64)
-    with pytest.raises(ValueError, match="BF16"):
-        NativeLinear([weight.float()], None, "none")
-    with pytest.raises(ValueError, match="64"):
-        NativeLinear([weight], None, "none")(bf16(3, 65))
-    with pytest.raises(ValueError, match="BF16"):
-        NativeLinear([weight], None, "none")(bf16(3, 64).float())
+def test_operands_that_do_not_fit_are_refused(dtype):
+    weight, name = randn(40, 64).to(dtype), {BF16: "BF16", FP32: "FP32"}[dtype]
+    other_dtype = FP32 if dtype == BF16 else BF16
+    x = weight[:3]
+    with pytest.raises(ValueError, match="BF16 or FP32"):
+        NativeLinear([weight.half()], None, "none")
+    with pytest.raises(ValueError, match="BF16 or FP32"):
+        NativeLinear([weight, weight.to(other_dtype)], None, "none")
+    with pytest.raises(ValueError, match=rf"{name} \[T, 64\], not \S+ \[3, 65\]"):
+        NativeLinear([weight], None, "none")(randn(3, 65).to(dtype))
+    with pytest.raises(ValueError, match=f"{name}.* not {other_dtype}"):
+        NativeLinear([weight], None, "none")(x.to(other_dtype))
+    with pytest.raises(ValueError, match="only the epilogue add"):
+        NativeLinear([weight], None, "none")(x, randn(3, 40).to(dtype))
+    for shape, kind in (((2, 40), dtype), ((3, 41), dtype), ((3, 40), other_dtype)):
+        with pytest.raises(ValueError, match=rf"operand {name} \[3, 40\]"):
+            NativeLinear([weight], None, "add")(x, torch.zeros(shape, dtype=kind))
     with pytest.raises(ValueError, match="operand"):
-        NativeLinear([weight], None, "none")(bf16(3, 64), bf16(3, 40))
-    for other in (None, bf16(2, 40), bf16(3, 40).float()):
-        with pytest.raises(ValueError, match="operand"):
-            NativeLinear([weight], None, "add")(bf16(3, 64), other)
+        NativeLinear([weight], None, "add")(x)
 
 
-def test_only_where_the_cpu_has_the_instruction_and_no_amx(monkeypatch):
-    monkeypatch.setattr(module, "features", lambda: Features.AVX512_BF16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert module.available("cpu", BF16)
-    assert not module.available("cpu", torch.float32) and not module.available("cuda", BF16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not module.available("cpu", BF16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(module, "features", lambda: Features.AVX2 | Features.AVX512)
-    assert not module.available("cpu", BF16)
+def test_only_where_the_cpu_has_the_instruction_and_in_bf16_no_amx(monkeypatch):
+    amx, found = False, Features.AVX512_BF16
+    monkeypatch.setattr(library, "features", lambda: found)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    available = VERSION.available
+    assert available("cpu", BF16) and not available("cuda", BF16)
+    assert not available("cpu", FP32) and not available("cpu", torch.float16)
+    found = Features.AVX2 | Features.AVX512
+    assert not available("cpu", BF16) and available("cpu", FP32) and not available("cuda", FP32)
+    assert library.preferred(module.DENSE[FP32]) == "octavo_linear_f32_avx512"
+    found = Features.AVX2
+    assert not available("cpu", BF16) and available("cpu", FP32)
+    assert library.preferred(module.DENSE[FP32]) == "octavo_linear_f32_avx2"
+    found, amx = ~Features(0), True
+    assert not available("cpu", BF16) and available("cpu", FP32)
+    found = Features(0)
+    assert not available("cpu", BF16) and not available("cpu", FP32)
 
 
 def test_preferred_to_onednn_though_imported_before_it():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -43,8 +43,11 @@ class DummySource:
     def stored_name(self, name: str) -> str:
         return name
 
-    def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return math.prod(shape) * dtype.itemsize
+    def keeps_groups(self, name: str) -> bool:
+        return False
+
+    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+        return sum(map(math.prod, shapes.values())) * dtype.itemsize
 
     def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
         return partial(self._make, name, shape, dtype)

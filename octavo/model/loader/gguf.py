@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -53,15 +53,19 @@ class GGUFSource:
     def stored_name(self, name: str) -> str:
         return translate(name, self._names)
 
-    def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        kind = self._file.tensors[self.stored_name(name)].type.name
-        size = bytes_per_value(kind) if self._keeps_groups(kind) else dtype.itemsize
-        return int(math.prod(shape) * size)
+    def keeps_groups(self, name: str) -> bool:
+        return self._in_groups and self._kind(name) in KINDS
+
+    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+        size: float = dtype.itemsize
+        if all(map(self.keeps_groups, shapes)):
+            size = bytes_per_value({self._kind(name) for name in shapes})
+        return int(sum(map(math.prod, shapes.values())) * size)
 
     def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Weight]:
         stored = self._file.tensors[self.stored_name(name)]
         kind = stored.type.name
-        if self._keeps_groups(kind):
+        if self.keeps_groups(name):
             return lambda: self._grouped(name, stored, shape)
         if self._uploader is None or not _is_decoded_here(kind):
             return lambda: self._in_order(name, self._decoded(stored, dtype).view(shape))
@@ -72,8 +76,9 @@ class GGUFSource:
         if self._uploader is not None:
             self._uploader.close()
 
-    def _keeps_groups(self, kind: str) -> bool:
-        return self._in_groups and kind in KINDS
+    def _kind(self, name: str) -> str:
+        """The GGML type of our tensor ``name``."""
+        return self._file.tensors[self.stored_name(name)].type.name
 
     def _grouped(self, name: str, stored: GGUFTensor, shape: tuple[int, ...]) -> QuantizedWeight:
         raw = torch.from_numpy(np.array(self._file.raw(stored.name)))

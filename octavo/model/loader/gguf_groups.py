@@ -6,7 +6,7 @@ Layouts: https://github.com/ggml-org/ggml (ggml-common.h). A block of the types 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +50,14 @@ def grouped(raw: Tensor, kind: str, shape: tuple[int, ...]) -> QuantizedWeight:
     )
 
 
-def bytes_per_value(kind: str) -> float:
-    """Of a packed weight of that type."""
-    found = KINDS[kind]
-    wide = 4 if kind.endswith("_K") else 2
-    minimums = 2 if found.zero == 0 else 1
-    return found.bits / 8 + wide * minimums / found.group
+def bytes_per_value(kinds: Collection[str]) -> float:
+    """Of packed weights of these types that are multiplied as one (``alike``)."""
+    found = [KINDS[kind] for kind in kinds]
+    zeros = {kind.zero for kind in found}
+    wide = len(zeros) > 1 or any(kind.endswith("_K") for kind in kinds)
+    numbers = 2 if 0 in zeros or len(zeros) > 1 else 1  # of a group: its scale, its minimum
+    bits, group = max(kind.bits for kind in found), min(kind.group for kind in found)
+    return bits / 8 + (4 if wide else 2) * numbers / group
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

@@ -113,19 +113,23 @@ def _weight_bytes(
     model: Model, source: WeightSource, wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> int:
     """What the weights take in memory once they are packed."""
-    sizes = {name: source.bytes_loaded(name, shape, dtype) for name, shape in wanted.items()}
-    if model.quantization == "int8":
-        matrices = (name for name, shape in wanted.items() if len(shape) == 2)
-        sizes |= {
-            name: int(math.prod(wanted[name]) * BYTES_PER_WEIGHT)
-            for name in matrices
-            if name != "embed.weight"
-        }
-    if model.spec.tied_embeddings and model.device == "cpu" and model.quantization != "gguf":
-        elements = math.prod(wanted["embed.weight"])  # the head's packed copy
+    linears = [linear for layer in model.layers for linear in layer.linears()]
+    fused = [[f"{name}.weight" for name, _ in linear.parts] for linear in linears]
+    alone = set(wanted).difference(*fused)
+    size = 0
+    for names in (*fused, *([name] for name in sorted(alone))):
+        shapes = {name: wanted[name] for name in names}
+        rounded = names[0] != "embed.weight" and len(shapes[names[0]]) == 2
+        if model.quantization == "int8" and rounded:
+            size += int(sum(map(math.prod, shapes.values())) * BYTES_PER_WEIGHT)
+        else:
+            size += source.bytes_packed(shapes, dtype)
+    shared = source.keeps_groups("embed.weight")  # rows are read from the head's packed copy
+    if model.spec.tied_embeddings and model.device == "cpu" and not shared:
+        elements = math.prod(wanted["embed.weight"])
         is_int8 = model.quantization == "int8"
-        sizes["head"] = int(elements * (BYTES_PER_WEIGHT if is_int8 else dtype.itemsize))
-    return sum(sizes.values())
+        size += int(elements * (BYTES_PER_WEIGHT if is_int8 else dtype.itemsize))
+    return size
 
 
 def _fetched(

@@ -58,8 +58,11 @@ class SafetensorsSource:
     def stored_name(self, name: str) -> str:
         return translate(name, self._names)
 
-    def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return math.prod(shape) * dtype.itemsize
+    def keeps_groups(self, name: str) -> bool:
+        return False
+
+    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+        return sum(map(math.prod, shapes.values())) * dtype.itemsize
 
     def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
         stored = self._stored[self.stored_name(name)]

@@ -36,8 +36,11 @@ class WeightSource(Protocol):
     def stored_name(self, name: str) -> str:
         """The checkpoint's name of our tensor ``name`` (``layers.3.q.weight``)."""
 
-    def bytes_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """What ``fetch`` brings of our tensor ``name``."""
+    def keeps_groups(self, name: str) -> bool:
+        """Whether our tensor ``name`` comes as a ``QuantizedWeight``."""
+
+    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+        """What our tensors of these names and shapes take, fused into one linear's weight."""
 
     def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Weight]:
         """Starts to bring our tensor ``name`` to the device. The call returned gives it, converted,
