@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.checkpoint.mapped import forget
 from octavo.types import ConfigError
 
 if TYPE_CHECKING:
@@ -152,6 +153,12 @@ class GGUFFile:
         """Stored bytes of a tensor: uint8 [num_bytes], a read-only view of the mapped file."""
         tensor = self.tensors[name]
         return self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
+
+    def copied(self, name: str) -> np.ndarray:
+        """The same in memory of its own; the file's pages no longer count as this process's."""
+        tensor, found = self.tensors[name], np.array(self.raw(name))
+        forget(self._bytes._mmap, tensor.offset, tensor.num_bytes)  # type: ignore[attr-defined]
+        return found
 
 
 class _Header:

@@ -81,11 +81,11 @@ class GGUFSource:
         return self._file.tensors[self.stored_name(name)].type.name
 
     def _grouped(self, name: str, stored: GGUFTensor, shape: tuple[int, ...]) -> QuantizedWeight:
-        raw = torch.from_numpy(np.array(self._file.raw(stored.name)))
+        raw = torch.from_numpy(self._file.copied(stored.name))
         return self._in_order(name, grouped(raw, stored.type.name, shape))
 
     def _decoded(self, stored: GGUFTensor, dtype: torch.dtype) -> Tensor:
-        raw = self._file.raw(stored.name)
+        raw = self._file.copied(stored.name)
         values = dequantize(raw, stored.type.name, stored.name, self.where, dtype)
         return values.to(self._uploader.device) if self._uploader else values
 
@@ -116,7 +116,7 @@ def halves_from_neighbours(rows: Tensor, head_dim: int) -> Tensor:
 def dequantize(raw: np.ndarray, kind: str, name: str, where: str, dtype: torch.dtype) -> Tensor:
     """raw: uint8, all bytes of one tensor; ``kind``: its GGML type's name. Flat, in ``dtype``."""
     if _is_decoded_here(kind):
-        return _decode(torch.from_numpy(np.array(raw)), kind, dtype)
+        return _decode(torch.from_numpy(raw), kind, dtype)
     from gguf import GGMLQuantizationType, quants
 
     try:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from octavo.checkpoint.mapped import forget
 from octavo.model.families.family import Family
 from octavo.model.loader.source import translate
 from octavo.model.loader.upload import Uploader
@@ -73,7 +74,7 @@ class SafetensorsSource:
             )
         kind = _DTYPES[stored.dtype]
         if self._uploader is None:
-            return lambda: self._flat(stored).view(shape).to(dtype, copy=True)
+            return lambda: self._copied(stored, dtype).view(shape)
         raw = self._uploader.begin(stored.file, stored.offset, stored.num_bytes)
         return lambda: raw().view(kind).view(shape).to(dtype)
 
@@ -82,15 +83,19 @@ class SafetensorsSource:
         if self._uploader is not None:
             self._uploader.close()
 
-    def _flat(self, stored: Stored) -> Tensor:
-        """In the mapped file: read-only by convention."""
+    def _copied(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """Flat, in memory of its own; the file's pages no longer count as this process's."""
         data = self._maps.get(stored.file)
         if data is None:
             with stored.file.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._maps[stored.file] = data
         kind, count = _DTYPES[stored.dtype], math.prod(stored.shape)
-        return torch.frombuffer(data, dtype=kind, count=count, offset=stored.offset)
+        values = torch.frombuffer(data, dtype=kind, count=count, offset=stored.offset)
+        copy = values.to(dtype, copy=True)
+        del values
+        forget(data, stored.offset, stored.num_bytes)
+        return copy
 
 
 def _commonest(tensors: Mapping[str, Stored]) -> torch.dtype | None:
