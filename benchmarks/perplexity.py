@@ -19,19 +19,23 @@ from rich.table import Table
 
 from benchmarks.report import save
 from octavo import LLM, SamplingParams
+from octavo.quant import int8
 from tests.fixtures import models
 
 DOCS = Path(__file__).parents[1] / "docs"
 console = Console()
 
-# Name -> fixture and the flags it is loaded with. The first of a group is what others of it are
-# compared with.
+# Name -> fixture and the flags it is loaded with; ``group``: inputs of an int8 group, for once. The
+# first of a group is what others of it are compared with.
 GROUPS: list[dict[str, tuple[str, dict[str, Any]]]] = [
     {
         "BF16 checkpoint, FP32": ("G-bf16", {"dtype": "float32"}),
         "BF16": ("G-bf16", {"dtype": "bfloat16"}),
         "int8, BF16": ("G-bf16", {"dtype": "bfloat16", "quantization": "int8"}),
         "int8, FP32": ("G-bf16", {"dtype": "float32", "quantization": "int8"}),
+        "int8 in groups of 32, BF16": ("G-bf16", {"dtype": "bfloat16", "group": 32}),
+        "int8 in groups of 128, BF16": ("G-bf16", {"dtype": "bfloat16", "group": 128}),
+        "int8 by channel and token, BF16": ("G-bf16", {"dtype": "bfloat16", "group": 1536}),
     },
     {
         "Q4_1 checkpoint, expanded to FP32": ("G", {"dtype": "float32"}),
@@ -43,7 +47,11 @@ GROUPS: list[dict[str, tuple[str, dict[str, Any]]]] = [
 
 def perplexity(model: str, flags: dict[str, Any], chunk: int) -> tuple[float, int]:
     """Over whole chunks of so many tokens, each scored from its second token on."""
+    flags, usual = dict(flags), int8.GROUP
+    if group := flags.pop("group", None):
+        int8.GROUP, flags["quantization"] = group, "int8"
     llm = LLM(str(models.path(model)), **flags)
+    int8.GROUP = usual
     try:
         text = "\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))
         ids = llm.get_tokenizer().encode(text)
@@ -62,7 +70,7 @@ def perplexity(model: str, flags: dict[str, Any], chunk: int) -> tuple[float, in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=1024, choices=(256, 512, 1024, 2048))
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     found: dict[str, Any] = {}

@@ -6,6 +6,7 @@ host hits all alike. Imports only what every subject's environment has.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -83,7 +84,8 @@ class Subject:
 
     def run(self, work: list[Work]) -> Timing:
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps([asdict(item) for item in work]), file=self._process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # it has ended: there will be no answer
+            print(json.dumps([asdict(item) for item in work]), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the subject ended with {self._process.wait()}; see its output")
@@ -112,8 +114,13 @@ class Subject:
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
 
     def __enter__(self) -> Subject:
         return self

@@ -51,6 +51,22 @@ def octavo_offline(model: str, **settings: Any) -> Runner:
     return run
 
 
+def octavo_avx2(model: str, **settings: Any) -> Runner:
+    """As on a CPU that has AVX2 and nothing newer."""
+    from octavo.ops.native import library
+
+    library.features = lambda: library.Features.AVX2  # type: ignore[assignment]
+    return octavo_offline(model, dtype="float32", **settings)
+
+
+def octavo_torch(model: str) -> Runner:
+    """As where no compiler was found: torch computes alone."""
+    from octavo.ops.native import library
+
+    library._found = lambda: (None, "left out")  # type: ignore[assignment]
+    return octavo_offline(model, dtype="float32")
+
+
 def octavo_server(model: str, stream: bool = True) -> Runner:
     """Clients, one per request, all at once; the server is a process of its own. On few cores the
     clients' own reading of a stream costs the engine time: hence the plain variant."""
@@ -124,6 +140,9 @@ def transformers_static(model: str, batch: int = STATIC_BATCH) -> Runner:
 KINDS: dict[str, Callable[[str], Runner]] = {
     "octavo": octavo_offline,
     "octavo-int8": partial(octavo_offline, quantization="int8"),
+    "octavo-avx2": octavo_avx2,
+    "octavo-avx2-groups": partial(octavo_avx2, quantization="gguf"),
+    "octavo-torch": octavo_torch,
     "octavo-server": octavo_server,
     "octavo-server-plain": partial(octavo_server, stream=False),
     "transformers": transformers_static,

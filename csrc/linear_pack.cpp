@@ -132,21 +132,23 @@ void octavo_linear_pack_codes(const OctavoLinear* linear, const uint8_t* codes, 
   const CodeLayout layout(*linear);
   const int64_t groups = num_groups(*linear), size = layout.scale_size;
   char* const panels = static_cast<char*>(const_cast<void*>(linear->weights));
+  const int64_t first_panel = place->first / place->width;
+  const int64_t end_panel = ceil_div(place->first + place->rows, place->width);
 #pragma omp parallel for
-  for (int64_t half = 0; half < 2; ++half) {  // rows whose codes share bytes are one thread's
-    for (int64_t row = 0; row < place->rows; ++row) {
-      const Lane at(*place, row);
-      if (at.panel % 2 != half) continue;
-      char* block = panels + at.panel * groups * layout.group;
+  for (int64_t panel = first_panel; panel < end_panel; ++panel) {  // rows that share bytes
+    const int64_t begin = panel * place->width - place->first;
+    for (int64_t row = largest(begin, 0); row < least(begin + place->width, place->rows); ++row) {
+      const int64_t lane = Lane(*place, row).lane;
+      char* block = panels + panel * groups * layout.group;
       for (int64_t g = 0; g < groups; ++g, block += layout.group) {
         const int64_t from = (row * groups + g) * size;
-        std::memcpy(block + at.lane * size, static_cast<const char*>(scales) + from, size);
+        std::memcpy(block + lane * size, static_cast<const char*>(scales) + from, size);
         if (minimums)
-          std::memcpy(block + (kPanel + at.lane) * size,
-                      static_cast<const char*>(minimums) + from, size);
+          std::memcpy(block + (kPanel + lane) * size, static_cast<const char*>(minimums) + from,
+                      size);
         const int64_t first = g * linear->group;
         for (int64_t i = 0; i < least(linear->group, linear->inputs - first); ++i) {
-          const CodePlace to(linear->bits, at.lane, i);
+          const CodePlace to(linear->bits, lane, i);
           block[layout.header + to.byte] |=
               static_cast<char>(codes[row * linear->inputs + first + i] << to.shift);
         }

@@ -164,17 +164,17 @@ class Quantized {
     const int64_t first = group * linear_.group, count = least(linear_.group, linear_.inputs - first);
     const auto offset = static_cast<int32_t>(linear_.zero - Isa::template kOffset<BITS>);
     x += row * linear_.inputs + first;
-    const float largest = largest_of(x, count);
+    const float top = largest_of(x, count);
     const Inputs to = inputs(row, group);
     auto* quads = const_cast<int8_t*>(to.quads);
     int32_t sum = 0;
     for (int64_t i = 0; i < linear_.group; i += kAtATime) {
       alignas(64) int8_t rounded[kAtATime] = {};
-      if (i < count) sum += round_to(rounded, x + i, least(kAtATime, count - i), levels_per(largest));
+      if (i < count) sum += round_to(rounded, x + i, least(kAtATime, count - i), levels_per(top));
       for (int64_t q = 0; q < least(kAtATime, linear_.group - i); q += 4, quads += 4 * layout_.width)
         std::memcpy(quads, rounded + q, 4);
     }
-    const float scale = largest / kLevels;
+    const float scale = top / kLevels;
     *const_cast<float*>(to.scales) = scale;
     *const_cast<float*>(to.sums) = scale * static_cast<float>(sum);
     *const_cast<int32_t*>(to.starts) = -offset * sum;

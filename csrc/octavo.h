@@ -1,6 +1,6 @@
 // The C interface of octavo's CPU kernels.
 //
-// Called through ctypes with the GIL released, on addresses. Shapes are row-major; BF16 and FP16
+// Called through ctypes on addresses, with the GIL released but for calls of microseconds. Shapes are row-major; BF16 and FP16
 // numbers are uint16_t. Nothing is allocated that outlives a call. Each instruction set is a source
 // file of its own that begins by naming its target, so that one build serves every x86-64 machine;
 // the caller asks octavo_features() which of them may run.
@@ -95,9 +95,10 @@ enum {
 // in BF16, as the instructions take them: [panels][inputs][32] or [panels][(inputs + 1) / 2][32][2].
 //
 // Quantized weights are (code - zero) * scale + minimum, codes of 4 or 8 bits, with a scale and
-// perhaps a minimum for each output and `group` inputs (a multiple of 4; the last group may be
-// shorter). [panels][groups] of: scales [32]; minimums [32], if there are any; codes
-// [group / 4][32][4]. With 4 bits the code of lane 16 + i lies above that of lane i.
+// perhaps a minimum for each output and `group` inputs (a multiple of 4, at most 65,536; the last
+// group may be shorter). [panels][groups] of: scales [32]; minimums [32], if there are any; codes,
+// [group / 4][32][4] bytes with 8 bits and [group / 4][16][4] with 4, where the code of lane 16 + i
+// lies above that of lane i.
 struct OctavoLinear {
   const void* weights;
   const float* bias;  // [panels][32], in the order of the lanes; null for none
@@ -161,7 +162,7 @@ OCTAVO_API OctavoKernel octavo_linear_bf16_avx512bf16;
 OCTAVO_API OctavoKernel octavo_linear_quantized_avx2;
 OCTAVO_API OctavoKernel octavo_linear_quantized_avx512vnni;
 
-// y[i] = row ids[i] of quantized weights with OCTAVO_NONE. y: [rows, inputs], of the element type.
+// y[i] = row ids[i] of quantized weights with OCTAVO_NONE or OCTAVO_LOGITS. y: [rows, inputs], of the element type.
 struct OctavoLookupCall {
   const OctavoLinear* linear;
   const int64_t* ids;

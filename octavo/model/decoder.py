@@ -16,7 +16,7 @@ from octavo.model.batch import ForwardBatch
 from octavo.model.linear import Linear
 from octavo.model.mlp import MLP
 from octavo.model.norm import Norm
-from octavo.model.recorded import Layers, RecordedLayers
+from octavo.model.recorded import RecordedLayers
 from octavo.model.rope import Rope
 from octavo.model.spec import DecoderSpec, LayerSpec, TensorScaling
 from octavo.model.versions import choose_versions
@@ -145,7 +145,8 @@ class Model:
     ``device``: "cpu" or "cuda". ``deterministic``: a row's logits are the same, bit for bit, in any
     batch; raises ConfigError where that cannot be had. ``implementations``: operation -> the
     version chosen for it.
-    ``quantization``: "int8": linears are rounded while loading; "gguf": some come quantized.
+    ``quantization``: "int8": linears are rounded while loading, the embedding is not; "gguf": some
+    weights come quantized; None: all are dense.
     ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory.
     """
 
@@ -201,7 +202,7 @@ class Model:
         by_tensor = isinstance(mixer.rope.scaling, TensorScaling)
         self._rope_factors = RopeFactors(mixer.head_dim) if by_tensor else None
         self._ropes: dict[AttentionGeometry, Rope] = {}
-        self._run_layers: Layers = self._run_now
+        self._recorded: RecordedLayers | None = None
 
     def parts(self) -> list[Part]:
         extra = [self._rope_factors] if self._rope_factors else []
@@ -219,7 +220,7 @@ class Model:
                 self.device,
             )
         if self._is_recordable():
-            self._run_layers = RecordedLayers(self._run_now)
+            self._recorded = RecordedLayers()
 
     def _is_recordable(self) -> bool:
         """Whether all up to the final norm is kernels that a tape can hold."""
@@ -266,7 +267,9 @@ class Model:
             geometry: attention.prepare(batch, self._ropes[geometry], self.dtype)
             for geometry, attention in self._attention.items()
         }
-        return self._run_layers(batch.token_ids, cache, states, tokens)
+        if self._recorded is None:
+            return self._run_now(batch.token_ids, cache, states, tokens)
+        return self._recorded(self._run_now, batch.token_ids, cache, states, tokens)
 
     def _run_now(
         self,
@@ -288,7 +291,8 @@ class Model:
 
     @torch.inference_mode()
     def most_likely(self, hidden: Tensor) -> Tensor:
-        """hidden: [r, hidden]. The first of each row's largest logits, int64 [r]."""
+        """hidden: [r, hidden]. The first of each row's largest logits, int64 [r]; where some are no
+        numbers, which one is not said."""
         largest = getattr(self.embedding.head.apply, "largest", None)
         return most_likely(self.logits(hidden)) if largest is None else largest(hidden)
 

@@ -27,14 +27,17 @@ def choose_quantization(config: ModelConfig, is_gguf: bool, device: str) -> tupl
             f"--quantization gguf: {config.model} is no GGUF file; use int8, or leave it out"
         )
     if device != "cpu":
-        if asked == "int8":
-            raise ConfigError("--quantization int8: not in this version on a GPU; leave it out")
+        if asked:
+            raise ConfigError(
+                f"--quantization {asked}: not in this version on a GPU; leave it out, or hide the "
+                "GPU with CUDA_VISIBLE_DEVICES= to run on the CPU"
+            )
         return None, ""
     native = registry.select("quantized_linear", "cpu", torch.float32).name == "native"
     if asked and not native:
         raise ConfigError(
-            f"--quantization {asked}: needs octavo's CPU kernels, which this CPU cannot run or "
-            f"which are {library.problem() or 'for AVX2 at least'}"
+            f"--quantization {asked}: needs octavo's CPU kernels, which are "
+            f"{library.problem() or 'for AVX2 at least: this CPU has none'}"
         )
     if asked and config.dtype in _HALF:
         raise ConfigError(

@@ -19,6 +19,9 @@ Layers = Callable[[Tensor, list[Tensor], Mapping[Any, Any], Tensor | None], Tens
 
 @dataclass
 class _Recording:
+    """``states``: those it was made with, overwritten with every step's. ``y``: a buffer that the
+    next run writes again."""
+
     tape: Tape
     ids: Tensor
     tokens: Tensor | None
@@ -28,26 +31,27 @@ class _Recording:
 
 
 class RecordedLayers:
-    """Calls ``layers``, whose operations must all be kernels that a tape can hold, through tapes:
-    one for all tokens of a step, one for some of them."""
+    """Calls layers whose operations are all kernels that a tape can hold through tapes: one for all
+    tokens of a step, one for some of them. A tape is made anew, for twice as many tokens, when a
+    step is larger than any before; its buffers keep what memory the largest step took."""
 
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
+    def __init__(self) -> None:
         self._pool = Pool()
         self._recordings: dict[bool, _Recording] = {}
 
     def __call__(
         self,
+        layers: Layers,
         ids: Tensor,
         cache: list[Tensor],
         states: Mapping[Any, Any],
         tokens: Tensor | None,
     ) -> Tensor:
-        """As ``layers``."""
+        """As ``layers``, which are the same every time."""
         count = len(ids)
         found = self._recordings.get(tokens is not None)
         if found is None or found.cache is not cache or len(found.ids) < count:
-            found = self._record(count, cache, states, tokens is not None)
+            found = self._record(layers, count, cache, states, tokens is not None)
         found.ids[:count] = ids
         for geometry, state in states.items():
             found.states[geometry].become(state)
@@ -59,7 +63,12 @@ class RecordedLayers:
         return found.y[: len(tokens)].clone()
 
     def _record(
-        self, count: int, cache: list[Tensor], states: Mapping[Any, Any], some: bool
+        self,
+        layers: Layers,
+        count: int,
+        cache: list[Tensor],
+        states: Mapping[Any, Any],
+        some: bool,
     ) -> _Recording:
         size = _LEAST_TOKENS
         while size < count:
@@ -70,6 +79,6 @@ class RecordedLayers:
         ids = torch.zeros(size, dtype=torch.int64)
         tokens = torch.zeros(size + 1, dtype=torch.int64) if some else None
         with tape.recording():
-            y = self._layers(ids, cache, states, tokens)
+            y = layers(ids, cache, states, tokens)
         self._recordings[some] = _Recording(tape, ids, tokens, states, cache, y)
         return self._recordings[some]

@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.ops.linear import Epilogue, silu_mul
 from octavo.ops.registry import register
 
+LARGEST_GROUP = 65_536  # whose products add up in 32 bits
 LEVELS = 127  # inputs become whole numbers of -127 .. 127
 ZERO = 128  # of codes made here
 
@@ -28,7 +29,8 @@ class QuantizedWeight:
     """[out, in], in groups of ``group`` inputs; the last one may be shorter.
 
     codes: uint8 [out, in], below 2^bits. scales: FP16 or FP32 [out, groups]. minimums: of the
-    scales' dtype [out, groups], or None. bits: 4 or 8. group: a multiple of 4.
+    scales' dtype [out, groups], or None. Raises ValueError for bits other than 4 and 8 and for a
+    group that is no multiple of 4 or above ``LARGEST_GROUP``.
     """
 
     codes: Tensor
@@ -37,6 +39,14 @@ class QuantizedWeight:
     bits: int
     group: int
     zero: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"codes have 4 or 8 bits, not {self.bits}")
+        if self.group % 4 or not 0 < self.group <= LARGEST_GROUP:
+            raise ValueError(
+                f"a group has a multiple of 4 inputs, at most {LARGEST_GROUP}, not {self.group}"
+            )
 
     @property
     def shape(self) -> torch.Size:
@@ -65,9 +75,10 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     Raises ValueError where groups cannot be cut into the smallest."""
     group = min(weight.group for weight in weights)
     zeros = {weight.zero for weight in weights}
-    wide = len(zeros) > 1 or any(weight.scales.dtype == torch.float32 for weight in weights)
     minimums = len(zeros) > 1 or any(weight.minimums is not None for weight in weights)
-    dtype = torch.float32 if wide else torch.float16
+    dtype = torch.float32 if len(zeros) > 1 else torch.float16
+    for weight in weights:
+        dtype = torch.promote_types(dtype, weight.scales.dtype)
     bits = max(weight.bits for weight in weights)
     found = []
     for weight in weights:
@@ -149,7 +160,8 @@ class TorchQuantizedLinear:
     ) -> None:
         """weights: their rows follow one another; with ``silu_mul`` the gate's, then the up
         projection's. bias: [sum out_i]. dtype: of x and y; ``logits`` are in FP32."""
-        (self._group,) = {weight.group for weight in weights}
+        weights = alike(weights)
+        self._group = weights[0].group
         self._weight = torch.cat([weight.dense() for weight in weights])
         self._bias, self._epilogue, self._dtype = bias, epilogue, dtype
 

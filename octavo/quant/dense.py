@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.quant.format import BIAS, WEIGHT, LinearVersions, StoredTensor, joined_bias
+from octavo.quant.format import LinearVersions, StoredTensor, joined_bias, weight_and_bias
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ class Dense:
     name = "dense"
 
     def tensors(self, bias: bool) -> tuple[StoredTensor, ...]:
-        return (WEIGHT, BIAS) if bias else (WEIGHT,)
+        return weight_and_bias(bias)
 
     def finish(
         self,

@@ -30,8 +30,8 @@ class StoredTensor:
         return tuple(-(-sizes[axis] // span) for axis, span in self.axes)
 
 
-WEIGHT = StoredTensor("weight", (("out", 1), ("in", 1)))
-BIAS = StoredTensor("bias", (("out", 1),))
+_WEIGHT = StoredTensor("weight", (("out", 1), ("in", 1)))
+_BIAS = StoredTensor("bias", (("out", 1),))
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class Format(Protocol):
     ) -> Callable[..., torch.Tensor]:
         """``parts``: the tensors (by suffix) of each projection fused into this linear, in order;
         a weight may be a ``QuantizedWeight`` where the checkpoint holds it so."""
+
+
+def weight_and_bias(bias: bool) -> tuple[StoredTensor, ...]:
+    """What a checkpoint of whole weights holds for one linear."""
+    return (_WEIGHT, _BIAS) if bias else (_WEIGHT,)
 
 
 def joined_bias(parts: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """INT8 at load (W8A8): dense weights and their inputs rounded to 8 bits, in groups of inputs.
 
-One scale per output channel and token would be 1.2 times as fast on a prompt, and costs seven times
-as much quality: on SmolLM2-135M perplexity rises by 3.5 % instead of 0.5 (groups of 128: 1.1 %).
+One scale per output channel and token costs seven times as much quality as groups of 64
+(docs/cpu.md has the figures).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.quant.format import BIAS, WEIGHT, LinearVersions, StoredTensor, joined_bias
+from octavo.quant.format import LinearVersions, StoredTensor, joined_bias, weight_and_bias
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ class Int8:
     name = "int8"
 
     def tensors(self, bias: bool) -> tuple[StoredTensor, ...]:
-        return (WEIGHT, BIAS) if bias else (WEIGHT,)
+        return weight_and_bias(bias)
 
     def finish(
         self,

@@ -20,10 +20,10 @@ from octavo.types import ConfigError, StepProfile
 # What a kernel's or an operator's name says about its kind; the first that matches counts.
 _KINDS = (
     ("attention", r"attention|attn|flash|fmha|sdpa"),
+    ("embedding", r"embed|index_select|take_rows|lookup"),
     ("linear", r"gemv|gemm|skinny|linear|cutlass|cublas|nvjet|xmma|splitk|addmm|::mm\b|matmul"),
     ("norm", r"norm"),
     ("sampler", r"argmax|sampl|gumbel|softmax|topk|top_k|sort|multinomial|exponential|penalt"),
-    ("embedding", r"embed|index_select"),
     ("activation", r"silu|gelu"),
     ("rotary embedding", r"rope|rotary"),
     ("copies", r"memcpy|memset|copy|fill|cat\b|index_put|gather|scatter|indexing"),
@@ -97,8 +97,8 @@ def summarize(trace: Path, num_steps: int) -> StepProfile:
         own = list(_own_times(timed))
     sums: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for name, duration in own:
-        calls, seconds = sums[kind_of(name)]
-        sums[kind_of(name)] = (calls + 1, seconds + duration / 1e6)
+        count, seconds = sums[kind_of(name)]
+        sums[kind_of(name)] = (count + 1, seconds + duration / 1e6)
     kinds = dict(sorted(sums.items(), key=lambda item: -item[1][1]))
     span, idle, longest = _gaps([(ts, ts + duration) for _, ts, duration in timed])
     return StepProfile(trace, num_steps, kinds, span / 1e6, idle / 1e6, longest / 1e6)

@@ -129,7 +129,7 @@ class Runner:
             slice(start, start + self.logit_rows) for start in range(0, len(slots), self.logit_rows)
         ]
         if not self.slots.needs[slots].any():
-            drawn = only_tokens(self.model.most_likely(last))
+            drawn = only_tokens(torch.cat([self.model.most_likely(last[part]) for part in parts]))
         else:
             drawn = join([self._sample(batch, last, slots, part) for part in parts])
         self.slots.append(slots, batch.draw_positions, drawn.tokens)

@@ -16,6 +16,7 @@ from octavo.ops.native import library, memory
 from octavo.ops.native.library import Features
 from octavo.ops.quantized import QuantizedWeight
 from octavo.types import ConfigError
+from tests.fixtures import models
 from tests.model.running import all_logits, load, random_ids, write_checkpoint, write_gguf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,6 +79,7 @@ def test_on_a_gpu_nothing_is_quantized() -> None:
     assert chosen(None, True, "cuda") == chosen(None, False, "cuda") == (None, "")
     for is_gguf in (True, False):
         assert "not in this version on a GPU" in refused("int8", is_gguf, "cuda")
+    assert "not in this version on a GPU" in refused("gguf", True, "cuda")
 
 
 def test_without_kernels_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,3 +291,12 @@ def test_a_model_without_quantization_takes_no_quantized_weight(checkpoint: Path
     )
     with pytest.raises(AssertionError, match="was to have none"):
         model.layers[0].mixer.out.load({"layers.0.o.weight": weight})
+
+
+@pytest.mark.skipif(not library.features(), reason="no kernels here")
+def test_a_file_without_groups_says_so() -> None:
+    """What is asked for and cannot be had is refused; what is not asked for is not claimed."""
+    model = load(models.path("R-F16"), "auto")
+    assert model.quantization is None and "quantization" not in model.reasons
+    with pytest.raises(ConfigError, match="holds no type whose groups can be kept"):
+        load(models.path("R-F16"), "auto", quantization="gguf")

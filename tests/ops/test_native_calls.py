@@ -4,6 +4,7 @@ numbers of rows does what the same calls do one by one."""
 from __future__ import annotations
 
 import gc
+import mmap
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_buffers_are_used_again_and_live_ones_never_overlap() -> None:
         size = int(torch.randint(1, 50_000, (), generator=generator))
         taken = pool.take(size)
         assert taken.dtype == torch.uint8 and len(taken) == size
-        assert taken.data_ptr() % calls.LINE == 0
+        assert taken.data_ptr() % mmap.PAGESIZE == 0
         assert not any(overlap(extent(taken), extent(other)) for other, _ in live)
         taken.fill_(step % 251)
         # A view keeps a buffer as well as the tensor that was given.

@@ -43,6 +43,9 @@ class DummySource:
     def stored_name(self, name: str) -> str:
         return name
 
+    def count_groups(self) -> tuple[int, int]:
+        return 0, 0
+
     def keeps_groups(self, name: str) -> bool:
         return False
 

@@ -53,6 +53,10 @@ class GGUFSource:
     def stored_name(self, name: str) -> str:
         return translate(name, self._names)
 
+    def count_groups(self) -> tuple[int, int]:
+        matrices = [t.type.name in KINDS for t in self._file.tensors.values() if len(t.shape) == 2]
+        return (sum(matrices), len(matrices)) if self._in_groups else (0, 0)
+
     def keeps_groups(self, name: str) -> bool:
         return self._in_groups and self._kind(name) in KINDS
 

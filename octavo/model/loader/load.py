@@ -20,6 +20,7 @@ from octavo.model.families.catalogue import family_of
 from octavo.model.linear import Weight
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
+from octavo.model.loader.gguf_groups import KINDS
 from octavo.model.loader.safetensors import SafetensorsSource
 from octavo.model.loader.source import WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
@@ -50,12 +51,30 @@ def load_model(
                 f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
                 f"with, {computed}; use auto, or --dtype {kept}"
             )
+        if quantization == "gguf":
+            quantization, why = _what_groups_there_are(source, config.model.quantization, why)
         model = Model(source.spec, dtype, device, config.model.deterministic, quantization)
         model.reasons["dtype"] = reason
         if quantization:
             model.reasons["quantization"] = f"{quantization}: {why}"
         load_weights(model, source, dtype, progress)
     return model
+
+
+def _what_groups_there_are(
+    source: WeightSource, asked: str | None, why: str
+) -> tuple[str | None, str]:
+    """ "gguf" and why, or None where the file has no matrix whose groups could be kept. Raises
+    ConfigError if they were asked for."""
+    kept, matrices = source.count_groups()
+    if kept == 0 and asked:
+        raise ConfigError(
+            f"{source.where}: --quantization {asked}: holds no type whose groups can be kept "
+            f"({', '.join(KINDS)}); leave it out, or use int8"
+        )
+    if kept < matrices:
+        why += f"; {matrices - kept} of {matrices} matrices, of other types, are expanded"
+    return ("gguf", why) if kept else (None, "")
 
 
 def open_source(

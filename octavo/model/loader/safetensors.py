@@ -59,6 +59,9 @@ class SafetensorsSource:
     def stored_name(self, name: str) -> str:
         return translate(name, self._names)
 
+    def count_groups(self) -> tuple[int, int]:
+        return 0, 0
+
     def keeps_groups(self, name: str) -> bool:
         return False
 

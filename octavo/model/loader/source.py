@@ -36,6 +36,10 @@ class WeightSource(Protocol):
     def stored_name(self, name: str) -> str:
         """The checkpoint's name of our tensor ``name`` (``layers.3.q.weight``)."""
 
+    def count_groups(self) -> tuple[int, int]:
+        """How many of the stored matrices come as ``QuantizedWeight``, and how many could have, had
+        their type been another: (0, 0) where none is asked to."""
+
     def keeps_groups(self, name: str) -> bool:
         """Whether our tensor ``name`` comes as a ``QuantizedWeight``."""
 

@@ -138,7 +138,7 @@ class NativePagedAttention:
             geometry.qk_norm_eps or 0.0,
         )
         tasks = self._plan_tasks(step)
-        kept = (batch.slot_mapping, starts, lengths, tables, cos, sin, tasks)
+        kept = (batch.slot_mapping, starts, lengths, tables, cos, sin, tasks, self._partials)
         return _State(step, self._kernels[dtype], dtype, kept)
 
     def _plan_tasks(self, step: _Step) -> Tensor:

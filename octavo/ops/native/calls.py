@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,8 +22,6 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.ops.native import library
-
-LINE = 64  # bytes: what a buffer is aligned to
 
 
 class Call(Structure):
@@ -39,34 +38,36 @@ def _run() -> library.Kernel:
 def call(kernel: str, arguments: Structure, *kept: object) -> None:
     """Runs the kernel of that name, or has the tape that is recording do it when it is run.
     ``kept``: what the arguments point at and nothing else keeps, buffers of ``empty`` excepted."""
-    if _recording is not None:
-        _recording.append(kernel, arguments, kept)
+    if _here.recording is not None:
+        _here.recording.append(kernel, arguments, kept)
     else:
         _run_one(kernel, Call(library.address(kernel), addressof(arguments)))
 
 
 def name_kernels(wanted: bool) -> None:
-    """Whether kernels run one by one, each a range of torch's profiler that bears its name."""
-    global _named
-    _named = wanted
+    """Whether this thread's kernels run one by one, each a range of torch's profiler that bears its
+    name."""
+    _here.named = wanted
 
 
 def _run_one(kernel: str, one: Call) -> None:
-    with record_function(kernel) if _named else nullcontext():
+    with record_function(kernel) if _here.named else nullcontext():
         _run()(addressof(one), 1)
 
 
 def rows_of(tensor: Tensor) -> c_int64:
     """The length of the tensor's first dimension as something that kernels are given the address
     of. On a tape it is what each run says that length to be."""
-    return c_int64(len(tensor)) if _recording is None else _recording.rows[len(tensor)]
+    tape = _here.recording
+    return c_int64(len(tensor)) if tape is None else tape.rows[len(tensor)]
 
 
 def empty(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """[rows, width], not set: torch's memory, or the tape's."""
-    if _recording is None:
+    tape = _here.recording
+    if tape is None:
         return torch.empty(rows, width, dtype=dtype)
-    return _recording.pool.take(rows * width * dtype.itemsize).view(dtype).view(rows, width)
+    return tape.pool.take(rows * width * dtype.itemsize).view(dtype).view(rows, width)
 
 
 class Pool:
@@ -111,31 +112,36 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Kernels called inside are recorded and not run. What torch computes could not be: it
-        raises RuntimeError."""
-        global _recording
-        assert _recording is None
-        _recording = self
+        """Kernels that this thread calls inside are recorded and not run. What torch computes could
+        not be: it raises RuntimeError."""
+        assert _here.recording is None
+        _here.recording = self
         try:
             with _NothingComputed():
                 yield
         finally:
-            _recording = None
+            _here.recording = None
         self._calls = (Call * len(self._calls))(*self._calls)
 
     def run(self, *rows: int) -> None:
         """rows: for each of the sizes, in their order."""
         for cell, count in zip(self.rows.values(), rows, strict=True):
             cell.value = count
-        if _named:
+        if _here.named:
             for name, one in zip(self._names, self._calls):
                 _run_one(name, one)
         else:
             _run()(addressof(self._calls), len(self._calls))
 
 
-_recording: Tape | None = None
-_named = False
+class _Here(threading.local):
+    """Of a thread: models of one process compute on threads of their own."""
+
+    recording: Tape | None = None
+    named = False
+
+
+_here = _Here()
 
 
 class _NothingComputed(TorchDispatchMode):

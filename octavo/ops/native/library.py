@@ -1,7 +1,7 @@
 """The CPU kernels of csrc/ as a loaded library, where they have been built.
 
-Called with addresses and sizes; ctypes releases the GIL for the time of a call. The kernels run on
-torch's OpenMP threads, so torch must have been imported before.
+Called with addresses and sizes; ctypes releases the GIL for the time of a call that takes long. The
+kernels run on torch's OpenMP threads, so torch must have been imported before.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class _Packed:
             element=_ELEMENTS[dtype],
         )
         self._at = addressof(self._linear)
-        self._most: _Linear | None = None  # the same with another epilogue, for ``largest``
+        self._choosing: _Linear | None = None  # the same with another epilogue, for ``largest``
         # Gate and up share panels, half of the lanes each; other weights follow one another.
         firsts = [0, 0] if silu else [sum(rows[:i]) for i in range(len(rows))]
         self._places = [
@@ -123,12 +123,7 @@ class _Packed:
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """x: [T, in]; other: [T, out], which ``add`` needs and writes over. ``logits`` are in FP32.
         Raises ValueError if they do not fit."""
-        count = len(x)
-        if x.shape[1] != self._inputs or x.dtype != self._dtype:
-            raise ValueError(
-                f"x must be {_name(self._dtype)} [T, {self._inputs}], not {x.dtype} {[*x.shape]}"
-            )
-        x = x.contiguous()
+        count, x = len(x), self._checked(x)
         if self._adds:
             expected = (count, self._outputs)
             if other is None or other.shape != expected or other.dtype != self._dtype:
@@ -147,17 +142,26 @@ class _Packed:
 
     def largest(self, x: Tensor) -> Tensor:
         """x: [T, in]. For each row the first of the largest logits, int64 [T]: they are never
-        written down. With the epilogue ``logits``."""
-        if self._most is None:
-            self._most = _Linear.from_buffer_copy(self._linear)
-            self._most.epilogue = _LARGEST
+        written down. Never on a tape. Raises ValueError without the epilogue ``logits``."""
+        x = self._checked(x)
+        if self._linear.epilogue != _EPILOGUES["logits"]:
+            raise ValueError("only logits are compared")
+        if self._choosing is None:
+            self._choosing = _Linear.from_buffer_copy(self._linear)
+            self._choosing.epilogue = _LARGEST
         panels = -(-self._outputs // _PANEL)
         values = torch.empty(len(x), panels)
         ids = torch.empty(len(x), panels, dtype=torch.int32)
-        most = addressof(self._most)
-        self._multiply(most, x.contiguous(), None, values.data_ptr(), ids.data_ptr())
+        self._multiply(addressof(self._choosing), x, None, values.data_ptr(), ids.data_ptr())
         panel = torch.from_numpy(values.numpy().argmax(axis=1))  # numpy's is the first one
         return ids.gather(1, panel[:, None])[:, 0].long()
+
+    def _checked(self, x: Tensor) -> Tensor:
+        if x.shape[1] != self._inputs or x.dtype != self._dtype:
+            raise ValueError(
+                f"x must be {_name(self._dtype)} [T, {self._inputs}], not {x.dtype} {[*x.shape]}"
+            )
+        return x.contiguous()
 
     def _multiply(
         self, linear: int, x: Tensor, other: int | None, y: int, ids: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ _PAGE = 2 << 20
 _CHUNK = 32 << 20  # asked of the system at a time: weights are smaller than a huge page
 _LINE = 64
 
+_lock = threading.Lock()
 _free = torch.empty(0, dtype=torch.uint8)  # of the last chunk, which it keeps alive
 
 
@@ -23,9 +25,10 @@ def zeros(size: int) -> Tensor:
     """uint8 [size], zeros, aligned to 64 bytes."""
     global _free
     size = -(-size // _LINE) * _LINE
-    if size > len(_free):
-        _free = _chunk(max(_CHUNK, -(-size // _PAGE) * _PAGE))
-    taken, _free = _free[:size], _free[size:]
+    with _lock:  # models may load at the same time
+        if size > len(_free):
+            _free = _chunk(max(_CHUNK, -(-size // _PAGE) * _PAGE))
+        taken, _free = _free[:size], _free[size:]
     return taken
 
 
