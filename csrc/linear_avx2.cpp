@@ -58,9 +58,9 @@ struct Madd : Avx2 {
 }  // namespace
 }  // namespace octavo
 
-// A row has four sums; of 16 registers some are for weights and inputs.
+// 12 sums, and 3 of 16 registers for weights and inputs.
 void octavo_linear_f32_avx2(const void* arguments) {
-  octavo::multiply<octavo::Dense<octavo::Dense8, 3>>(arguments);
+  octavo::multiply<octavo::Dense<octavo::Dense8, 12>>(arguments);
 }
 
 void octavo_linear_quantized_avx2(const void* arguments) {

@@ -15,7 +15,7 @@ struct Dense16 : Fp32<Avx512> {
 }  // namespace
 }  // namespace octavo
 
-// With 14 rows 28 sums, which leaves 4 of 32 registers.
+// 28 sums leave 4 of 32 registers.
 void octavo_linear_f32_avx512(const void* arguments) {
-  octavo::multiply<octavo::Dense<octavo::Dense16, 14>>(arguments);
+  octavo::multiply<octavo::Dense<octavo::Dense16, 28>>(arguments);
 }

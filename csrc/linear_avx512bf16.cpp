@@ -16,7 +16,7 @@ struct Pairs16 : Avx512Bf16 {
 }  // namespace
 }  // namespace octavo
 
-// With 14 rows 28 sums, which leaves 4 of 32 registers.
+// 28 sums leave 4 of 32 registers.
 void octavo_linear_bf16_avx512bf16(const void* arguments) {
-  octavo::multiply<octavo::Dense<octavo::Pairs16, 14>>(arguments);
+  octavo::multiply<octavo::Dense<octavo::Pairs16, 28>>(arguments);
 }

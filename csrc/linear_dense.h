@@ -10,12 +10,13 @@
 namespace octavo {
 namespace {  // see numbers.h
 
-// ROWS rows by a panel: their sums are kept in registers over all inputs.
-template <class Isa, int MAX_ROWS>
+// Rows by a panel: SUMS vectors of sums are kept in registers over all inputs. Where that is too few
+// for a tile's rows, half of the panel is taken at a time.
+template <class Isa, int SUMS>
 class Dense {
  public:
   using Element = typename Isa::Element;
-  static constexpr int kMaxRows = MAX_ROWS;
+  static constexpr int kMaxRows = SUMS / 2;
   static constexpr int64_t kStepBytes = kPanel * Isa::kStep * sizeof(Element);
   static constexpr int64_t kAhead = 4096;
 
@@ -50,43 +51,57 @@ class Dense {
   void multiply(int64_t row, int64_t panel_index, Ahead ahead) const {
     const Element* x = x_ + row * stride_;
     const Element* weights = reinterpret_cast<const Element*>(panel(panel_index));
-    Sums<ROWS> sums;
+    typename Isa::Vec sums[ROWS][kVecs<Isa>];
+#pragma GCC unroll 2
+    for (int first = 0; first < kVecs<Isa>; first += kAtOnce<ROWS>) {
+      Sums<ROWS> part;
+      sum_up<ROWS>(part, x, weights + first * Isa::kWidth * Isa::kStep, ahead);
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r)
-      for (int v = 0; v < kVecs<Isa>; ++v) sums[r][v] = Isa::set(0.0f);
-
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < inputs_ / Isa::kStep; ++i) {
-      ahead.fetch<kLevel<ROWS>, kStepBytes / kLine>();
-      add_inputs<false>(sums, x + Isa::kStep * i, weights);
-      weights += Isa::kStep * kPanel;
+      for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < kAtOnce<ROWS>; ++v) sums[r][first + v] = part[r][v];
     }
-    if (inputs_ % Isa::kStep) add_inputs<true>(sums, x + inputs_ - 1, weights);
-
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) finish<Isa>(call_, sums[r], row + r, panel_index);
   }
 
  private:
   template <int ROWS>
-  using Sums = typename Isa::Vec[ROWS][kVecs<Isa>];
+  static constexpr int kAtOnce = ROWS * kVecs<Isa> <= SUMS ? kVecs<Isa> : 2;
+  template <int ROWS>
+  using Sums = typename Isa::Vec[ROWS][kAtOnce<ROWS>];
+
+  template <int ROWS>
+  OCTAVO_INLINE void sum_up(Sums<ROWS>& sums, const Element* x, const Element* weights,
+                            Ahead& ahead) const {
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+      for (int v = 0; v < kAtOnce<ROWS>; ++v) sums[r][v] = Isa::set(0.0f);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < inputs_ / Isa::kStep; ++i) {
+      ahead.fetch<kLevel<ROWS>, kStepBytes * kAtOnce<ROWS> / kVecs<Isa> / kLine>();
+      add_inputs<false, ROWS>(sums, x + Isa::kStep * i, weights);
+      weights += Isa::kStep * kPanel;
+    }
+    if (inputs_ % Isa::kStep) add_inputs<true, ROWS>(sums, x + inputs_ - 1, weights);
+  }
 
   // More rows take long enough for L2, and with several tiles the next panel is too large for L1.
   template <int ROWS>
   static constexpr int kLevel = ROWS < kMaxRows / 2 ? 1 : 2;
 
   template <bool LAST_OF_ODD, int ROWS>
-  OCTAVO_INLINE void add_inputs(typename Isa::Vec (&sums)[ROWS][kVecs<Isa>], const Element* x,
+  OCTAVO_INLINE void add_inputs(Sums<ROWS>& sums, const Element* x,
                                 const Element* weights) const {
-    typename Isa::Operand lanes[kVecs<Isa>];
-    for (int v = 0; v < kVecs<Isa>; ++v)
+    typename Isa::Operand lanes[kAtOnce<ROWS>];
+    for (int v = 0; v < kAtOnce<ROWS>; ++v)
       lanes[v] = Isa::operand(weights + v * Isa::kWidth * Isa::kStep);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       const Element* from = x + r * stride_;
       const auto inputs = LAST_OF_ODD ? Isa::one_input(from) : Isa::broadcast(from);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs<Isa>; ++v) sums[r][v] = Isa::dot(sums[r][v], lanes[v], inputs);
+      for (int v = 0; v < kAtOnce<ROWS>; ++v)
+        sums[r][v] = Isa::dot(sums[r][v], lanes[v], inputs);
     }
   }
 
