@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.quant.format import LinearVersions, StoredTensor, joined_bias, weight_and_bias
+from octavo.quant.dense import Dense
+from octavo.quant.format import LinearVersions
 
 if TYPE_CHECKING:
     import torch
@@ -18,11 +19,8 @@ GROUP = 64
 BYTES_PER_WEIGHT = 1 + 4 / GROUP
 
 
-class Int8:
+class Int8(Dense):
     name = "int8"
-
-    def tensors(self, bias: bool) -> tuple[StoredTensor, ...]:
-        return weight_and_bias(bias)
 
     def finish(
         self,
@@ -30,8 +28,5 @@ class Int8:
         epilogue: str,
         versions: LinearVersions,
     ) -> Callable[..., torch.Tensor]:
-        weights = [versions.quantize(part["weight"], GROUP) for part in parts]
-        apply: Callable[..., torch.Tensor] = versions.quantized(
-            weights, joined_bias(parts), epilogue, versions.dtype
-        )
-        return apply
+        rounded = [{**part, "weight": versions.quantize(part["weight"], GROUP)} for part in parts]
+        return super().finish(rounded, epilogue, versions)
