@@ -15,6 +15,7 @@ from octavo.config import EngineConfig, ModelConfig
 from octavo.model.batch import ForwardBatch
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
+from tests.fixtures.gguf_files import add_geometry
 
 BLOCK = 16
 TINY: dict[str, Any] = {
@@ -61,15 +62,7 @@ def write_gguf(
     of their GGUF names (``attn_q``)."""
     config = json.loads((source / "config.json").read_text())
     writer = gguf.GGUFWriter(str(file), arch)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    add_geometry(writer, config, config["rope_parameters"]["rope_theta"])
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(4)
     short = {
