@@ -18,15 +18,15 @@ namespace {  // see numbers.h
 template <class Isa>
 struct Work {
   using Element = typename Isa::Element;
-  alignas(64) float scores[kPanelRows * kScoreRow];
+  alignas(64) float scores[Isa::kPanelRows * kScoreRow];
   alignas(64) float sums[kTaskRows * kMaxDim];
-  alignas(64) uint32_t queries[kTaskRows * kMaxDim / Isa::kStep];
-  Panel panels[kPanels];
+  alignas(64) uint32_t queries[(kTaskRows + kLanes) * kMaxDim / Isa::kStep];  // whole panels
+  Panel panels[kTaskRows / Isa::kPanelRows];
   int num_panels;
 
   // Cuts the task's rows into panels of like size; nothing is summed yet.
   void start(const Layer<Isa>& layer, const Task& task) {
-    num_panels = static_cast<int>(ceil_div(task.num_rows, kPanelRows));
+    num_panels = static_cast<int>(ceil_div(task.num_rows, Isa::kPanelRows));
     for (int i = 0; i < num_panels; ++i) {
       const int64_t from = i * task.num_rows / num_panels;
       Panel& panel = panels[i];
@@ -43,7 +43,7 @@ struct Work {
 
   void load_queries(const Layer<Isa>& layer, const Task& task) {
     const Context context(layer.step, task.row);
-    const int64_t dim = layer.dim(), steps = dim / Isa::kStep;
+    const int64_t dim = layer.dim();
     int64_t row = task.first_row;
     for (int i = 0; i < num_panels; ++i) {
       Panel& panel = panels[i];
@@ -54,9 +54,7 @@ struct Work {
         const int64_t token = layer.step.query_starts[task.row] + row / context.group;
         const int64_t head = task.head * context.group + row % context.group;
         const Element* const query = layer.qkv + token * layer.token_width() + head * dim;
-        for (int64_t s = 0; s < steps; ++s) {
-          std::memcpy(target + s * panel.num_rows + r, query + s * Isa::kStep, sizeof(uint32_t));
-        }
+        Attend<Isa>::enter_query(query, dim, panel.num_rows, r, target);
       }
     }
   }
@@ -127,7 +125,7 @@ void attend(const Layer<Isa>& layer, const Task& task) {
     find_tiles<Isa>(layer, task, index, end_place, piece);
     for (int i = 0; i < work.num_panels; ++i) {
       piece.is_fresh = i == 0;
-      attend_panel<Isa>(layer, piece, work.panels[i], work.scores);
+      Attend<Isa>::panel(layer, piece, work.panels[i], work.scores);
     }
   }
   if (task.slot < 0) {
@@ -173,6 +171,7 @@ void merge(const Layer<Isa>& layer, const Task& task) {
   finish<Isa>(layer, task, work);
 }
 
+// `Isa` with tiles: within a session of theirs.
 template <class Isa>
 void attention(const void* arguments) {
   using Element = typename Isa::Element;

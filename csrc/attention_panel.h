@@ -1,6 +1,7 @@
 // Attention of a panel of rows against a piece of their context.
 #pragma once
 
+#include <cstring>
 #include <type_traits>
 
 #include "attention_layout.h"
@@ -20,7 +21,7 @@ struct Piece {
   int32_t lanes[kPieceTiles];  // tokens a tile has, less than 16 at the end of an uneven block
 };
 
-// Up to six rows. Queries are [dim / kStep][rows][kStep]; numbers of rows stand in lanes. `maximum`
+// Up to kPanelRows rows. Queries are as Attend::enter_query puts them; numbers of rows stand in lanes. `maximum`
 // and `total`, of the exponents so far, are in powers of two.
 struct Panel {
   int num_rows;
@@ -240,14 +241,26 @@ void attend_panel(const Layer<Isa>& layer, const Piece<Isa>& piece, Panel& panel
   for (; column < width; column += kTile) weigh(column, std::integral_constant<int, kLeast>());
 }
 
+// What an instruction set does in a way of its own, and here how vectors do it.
 template <class Isa>
-void attend_panel(const Layer<Isa>& layer, const Piece<Isa>& piece, Panel& panel, float* scores) {
-  using Attend = void (*)(const Layer<Isa>&, const Piece<Isa>&, Panel&, float*);
-  static constexpr Attend kAttend[] = {attend_panel<Isa, 1>, attend_panel<Isa, 2>,
-                                       attend_panel<Isa, 3>, attend_panel<Isa, 4>,
-                                       attend_panel<Isa, 5>, attend_panel<Isa, 6>};
-  kAttend[panel.num_rows - 1](layer, piece, panel, scores);
-}
+struct Attend {
+  static void panel(const Layer<Isa>& layer, const Piece<Isa>& piece, Panel& panel,
+                    float* scores) {
+    using Rows = void (*)(const Layer<Isa>&, const Piece<Isa>&, Panel&, float*);
+    static_assert(Isa::kPanelRows == 6);
+    static constexpr Rows kRows[] = {attend_panel<Isa, 1>, attend_panel<Isa, 2>,
+                                     attend_panel<Isa, 3>, attend_panel<Isa, 4>,
+                                     attend_panel<Isa, 5>, attend_panel<Isa, 6>};
+    kRows[panel.num_rows - 1](layer, piece, panel, scores);
+  }
+
+  // Puts a row of a panel of `num_rows`: [dim / kStep][rows][kStep].
+  static void enter_query(const typename Isa::Element* query, int64_t dim, int num_rows, int row,
+                          uint32_t* queries) {
+    for (int64_t s = 0; s < dim / Isa::kStep; ++s)
+      std::memcpy(queries + s * num_rows + row, query + s * Isa::kStep, sizeof(uint32_t));
+  }
+};
 
 }  // namespace
 }  // namespace octavo

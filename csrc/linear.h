@@ -18,6 +18,7 @@ namespace {  // see numbers.h
 constexpr int kPanel = 32;  // lanes
 constexpr int kHalf = kPanel / 2;
 constexpr int64_t kLine = 64;
+constexpr int64_t kStep16 = 32;  // inputs of BF16 that a tile multiplies at once
 
 template <class Isa>
 constexpr int kVecs = kPanel / Isa::kWidth;  // of a panel
@@ -27,6 +28,11 @@ inline int64_t num_panels(const OctavoLinear& linear) {
 }
 inline int64_t element_size(const OctavoLinear& linear) {
   return linear.element == OCTAVO_BF16 ? sizeof(bf16) : sizeof(float);
+}
+// Of a panel of dense weights.
+inline int64_t dense_panel_bytes(const OctavoLinear& linear) {
+  const int64_t step = linear.element == OCTAVO_BF16 ? kStep16 : 1;
+  return ceil_div(linear.inputs, step) * step * kPanel * element_size(linear);
 }
 
 // The first `count` numbers of a vector, all of them where it has no more.
@@ -146,8 +152,12 @@ OCTAVO_INLINE void multiply_tile(const Weights& weights, int64_t rows, int64_t r
 // Rows begin .. end of a panel, in tiles of nearly equal size within each block. Where they are
 // several, each of them fetches its share of the next panel: the first alone would wait for the
 // memory, the others not.
+//
+// `Weights` says kMaxRows (of a tile), kStepBytes (weights between two fetches), kAhead (bytes
+// between those multiplied and those fetched), block() (rows, whose beginnings no tile crosses),
+// panel_bytes(), panel(i), and has multiply<ROWS>(row, panel, ahead).
 template <class Weights>
-void multiply_panel(const Weights& weights, int64_t begin, int64_t end, int64_t panel) {
+void multiply_tiles(const Weights& weights, int64_t begin, int64_t end, int64_t panel) {
   const int64_t rows = end - begin, size = weights.panel_bytes(), step = Weights::kStepBytes;
   const char* const at = weights.panel(panel);
   for (int64_t block = begin; block < end; block += weights.block()) {
@@ -165,10 +175,8 @@ void multiply_panel(const Weights& weights, int64_t begin, int64_t end, int64_t 
 
 // A task is a panel of a chunk of rows, whose inputs are to stay in the L2 cache.
 //
-// `Weights`, made of a call, says kMaxRows (of a tile), kStepBytes (weights between two fetches),
-// kAhead (bytes between those multiplied and those fetched), block() (rows, whose beginnings no tile
-// crosses), chunk() (rows, some blocks), panel_bytes(), panel(i); prepare(), by all threads, makes
-// the inputs what multiply<ROWS>(row, panel, ahead) takes.
+// `Weights`, made of a call, says chunk() (rows); prepare(), by all threads, makes the inputs what
+// multiply_rows(begin, end, panel) takes.
 template <class Weights>
 void multiply(const void* arguments) {
   const auto& call = *static_cast<const OctavoLinearCall*>(arguments);
@@ -179,12 +187,12 @@ void multiply(const void* arguments) {
   if (chunks <= 1) {  // waits for memory: a thread's panels follow one another, as it fetches them
 #pragma omp for schedule(static)
     for (int64_t panel = 0; panel < chunks * panels; ++panel)
-      multiply_panel(weights, 0, rows, panel);
+      weights.multiply_rows(0, rows, panel);
   } else {  // computes: the last chunk is shorter, so who is done first takes the next
 #pragma omp for schedule(dynamic, 4)
     for (int64_t task = 0; task < chunks * panels; ++task) {
       const int64_t begin = task / panels * chunk;
-      multiply_panel(weights, begin, least(begin + chunk, rows), task % panels);
+      weights.multiply_rows(begin, least(begin + chunk, rows), task % panels);
     }
   }
 }

@@ -42,9 +42,13 @@ class Dense {
 
   int64_t chunk() const { return 28 * 14 / sizeof(Element); }
   int64_t block() const { return chunk(); }
-  int64_t panel_bytes() const { return ceil_div(inputs_, Isa::kStep) * kStepBytes; }
+  int64_t panel_bytes() const { return dense_panel_bytes(*call_.linear); }
   const char* panel(int64_t i) const {
     return static_cast<const char*>(call_.linear->weights) + i * panel_bytes();
+  }
+
+  void multiply_rows(int64_t begin, int64_t end, int64_t panel_index) const {
+    multiply_tiles(*this, begin, end, panel_index);
   }
 
   template <int ROWS>

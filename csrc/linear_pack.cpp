@@ -39,7 +39,7 @@ struct Lane {
 template <class T>
 void pack(const OctavoLinear& linear, const T* weight, const OctavoPlace& place) {
   constexpr int64_t step = sizeof(T) == 2 ? 2 : 1;
-  const int64_t size = ceil_div(linear.inputs, step) * step * kPanel;
+  const int64_t size = dense_panel_bytes(linear) / static_cast<int64_t>(sizeof(T));
   T* const panels = static_cast<T*>(const_cast<void*>(linear.weights));
 #pragma omp parallel for
   for (int64_t row = 0; row < place.rows; ++row) {
@@ -107,15 +107,17 @@ int64_t octavo_linear_bytes(const OctavoLinear* linear) {
   using namespace octavo;
   if (linear->bits)
     return num_panels(*linear) * num_groups(*linear) * CodeLayout(*linear).group;
-  const int64_t step = linear->element == OCTAVO_BF16 ? 2 : 1;
-  return num_panels(*linear) * ceil_div(linear->inputs, step) * step * kPanel *
-         element_size(*linear);
+  return num_panels(*linear) * dense_panel_bytes(*linear);
 }
 
 int64_t octavo_linear_scratch(const OctavoLinear* linear, int64_t rows) {
   using namespace octavo;
-  if (linear->bits) return RoundedLayout::bytes(*linear, rows);
-  return rows_conflict(*linear) ? rows * (linear->inputs * element_size(*linear) + kApart) : 0;
+  if (linear->bits)
+    return largest(RoundedLayout::bytes(*linear, rows), TileLayout::bytes(*linear, rows));
+  if (linear->element == OCTAVO_F32)
+    return rows_conflict(*linear) ? rows * (linear->inputs * element_size(*linear) + kApart) : 0;
+  const bool all = linear->inputs % kStep16 || rows_conflict(*linear);
+  return (all ? ceil_div(rows, kTileRows) : 1) * kTileRows * copied_row_bytes(*linear);
 }
 
 void octavo_linear_pack(const OctavoLinear* linear, const void* weight, const OctavoPlace* place) {

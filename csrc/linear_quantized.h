@@ -47,6 +47,10 @@ class Quantized {
     return static_cast<const char*>(linear_.weights) + i * panel_bytes();
   }
 
+  void multiply_rows(int64_t begin, int64_t end, int64_t panel_index) const {
+    multiply_tiles(*this, begin, end, panel_index);
+  }
+
   template <int ROWS>
   void multiply(int64_t row, int64_t panel_index, Ahead ahead) const {
     const char* weights = panel(panel_index);
@@ -160,24 +164,20 @@ class Quantized {
 
   template <class T>
   void round_inputs(const T* x, int64_t row, int64_t group) const {
-    constexpr int64_t kAtATime = 256;
-    const int64_t first = group * linear_.group, count = least(linear_.group, linear_.inputs - first);
+    const int64_t first = group * linear_.group;
     const auto offset = static_cast<int32_t>(linear_.zero - Isa::template kOffset<BITS>);
-    x += row * linear_.inputs + first;
-    const float top = largest_of(x, count);
     const Inputs to = inputs(row, group);
     auto* quads = const_cast<int8_t*>(to.quads);
-    int32_t sum = 0;
-    for (int64_t i = 0; i < linear_.group; i += kAtATime) {
-      alignas(64) int8_t rounded[kAtATime] = {};
-      if (i < count) sum += round_to(rounded, x + i, least(kAtATime, count - i), levels_per(top));
-      for (int64_t q = 0; q < least(kAtATime, linear_.group - i); q += 4, quads += 4 * layout_.width)
+    const auto write = [&](int64_t, const int8_t* rounded, int64_t count) {
+      for (int64_t q = 0; q < count; q += 4, quads += 4 * layout_.width)
         std::memcpy(quads, rounded + q, 4);
-    }
-    const float scale = top / kLevels;
-    *const_cast<float*>(to.scales) = scale;
-    *const_cast<float*>(to.sums) = scale * static_cast<float>(sum);
-    *const_cast<int32_t*>(to.starts) = -offset * sum;
+    };
+    const Rounded found = round_group(x + row * linear_.inputs + first,
+                                      least(linear_.group, linear_.inputs - first), linear_.group,
+                                      write);
+    *const_cast<float*>(to.scales) = found.scale;
+    *const_cast<float*>(to.sums) = found.scale * static_cast<float>(found.sum);
+    *const_cast<int32_t*>(to.starts) = -offset * found.sum;
   }
 
   const OctavoLinearCall& call_;

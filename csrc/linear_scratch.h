@@ -14,9 +14,14 @@ inline bool rows_conflict(const OctavoLinear& linear) {
   const int64_t size = linear.element == OCTAVO_BF16 ? sizeof(bf16) : sizeof(float);
   return linear.inputs * size % kConflict == 0;
 }
+// Of inputs in BF16 that are copied for tiles of AMX.
+inline int64_t copied_row_bytes(const OctavoLinear& linear) {
+  return ceil_div(linear.inputs, 32) * 64 + kApart;
+}
 inline int64_t num_groups(const OctavoLinear& linear) {
   return ceil_div(linear.inputs, linear.group);
 }
+
 // Inputs rounded to 8 bits lie in blocks of rows, [groups] of: scales [width]; sums [width]; starts
 // [width]; inputs [group / 4][width][4]. So a tile's rows are neighbours. Blocks are of equal size.
 struct RoundedLayout {
@@ -35,6 +40,30 @@ struct RoundedLayout {
   // Enough for any number of rows up to this.
   static int64_t bytes(const OctavoLinear& linear, int64_t rows) {
     return ceil_div(rows, kMaxWidth) * num_groups(linear) * bytes_of_group(linear, kMaxWidth);
+  }
+};
+
+// For tiles of AMX they lie in blocks of 16 rows, [groups] of: scales [16]; sums [16]; inputs
+// [16][group].
+constexpr int64_t kTileRows = 16;
+
+struct TileLayout {
+  static constexpr int64_t kScalesBytes = 2 * kTileRows * sizeof(float);
+  static constexpr int64_t kMostUnpacked = 1 << 19;  // bytes of a panel's codes, on the stack
+
+  int64_t group_bytes, block_bytes;
+  explicit TileLayout(const OctavoLinear& linear)
+      : group_bytes(kScalesBytes + kTileRows * linear.group),
+        block_bytes(num_groups(linear) * group_bytes) {}
+
+  // Whether groups are whole tiles and codes less their zero signed bytes.
+  static bool fits(const OctavoLinear& linear) {
+    return (linear.group <= 64 || linear.group % 64 == 0) &&
+           (linear.bits == 4 || linear.zero == 128) &&
+           num_groups(linear) * linear.group * 32 <= kMostUnpacked;
+  }
+  static int64_t bytes(const OctavoLinear& linear, int64_t rows) {
+    return fits(linear) ? ceil_div(rows, kTileRows) * TileLayout(linear).block_bytes : 0;
   }
 };
 

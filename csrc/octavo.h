@@ -14,7 +14,7 @@
 
 // To be raised, here and in octavo/ops/native/library.py, whenever this interface changes: a
 // library that was built before is then not used.
-enum { OCTAVO_INTERFACE = 3 };
+enum { OCTAVO_INTERFACE = 4 };
 OCTAVO_API int64_t octavo_interface();
 
 // Bits of octavo_features().
@@ -23,9 +23,11 @@ enum {
   OCTAVO_AVX512 = 2,       // AVX-512 F, BW, DQ, VL
   OCTAVO_AVX512_BF16 = 4,  // and VDPBF16PS
   OCTAVO_AVX512_VNNI = 8,  // AVX-512 F, BW, DQ, VL and VPDPBUSD
+  OCTAVO_AMX = 16,         // both of these, AMX's tiles, INT8 and BF16, and leave to use them
 };
 
-// What this CPU and its operating system can run.
+// What this CPU and its operating system can run. Linux is asked for AMX's registers, which a
+// process may use once it has asked.
 OCTAVO_API int64_t octavo_features();
 
 // ---- running kernels ----
@@ -92,7 +94,8 @@ enum {
 // and then the same 16 of the up projection's.
 //
 // Dense weights (bits 0) have x's type. The inputs of a panel lie one by one in FP32 and two by two
-// in BF16, as the instructions take them: [panels][inputs][32] or [panels][(inputs + 1) / 2][32][2].
+// in BF16, as the instructions take them: [panels][inputs][32] or [panels][inputs / 2][32][2], where
+// inputs in BF16 are rounded up to a multiple of 32, what a tile of AMX takes.
 //
 // Quantized weights are (code - zero) * scale + minimum, codes of 4 or 8 bits, with a scale and
 // perhaps a minimum for each output and `group` inputs (a multiple of 4, at most 65,536; the last
@@ -143,7 +146,8 @@ OCTAVO_API void octavo_quantize(const OctavoQuantize* arguments);
 // y[rows, outputs] = epilogue(x[rows, inputs] . weights + bias, other[rows, outputs]), in FP32 up
 // to y, which may be `other`, not x. A row's bits do not depend on the others.
 //
-// Dense: every output is one sum over ascending inputs. Quantized: x is rounded to 8 bits first,
+// Dense: every output is one sum over ascending inputs; with AMX one of sums over 32 inputs, each of
+// which is that of the even ones plus that of the odd ones. Quantized: x is rounded to 8 bits first,
 // each row of each group of inputs by a scale of its own, max |x| / 127, to the nearest, ties to
 // even; sums within a group are exact, those of groups are added in ascending order.
 struct OctavoLinearCall {
@@ -161,6 +165,11 @@ OCTAVO_API OctavoKernel octavo_linear_f32_avx512;
 OCTAVO_API OctavoKernel octavo_linear_bf16_avx512bf16;
 OCTAVO_API OctavoKernel octavo_linear_quantized_avx2;
 OCTAVO_API OctavoKernel octavo_linear_quantized_avx512vnni;
+OCTAVO_API OctavoKernel octavo_linear_bf16_amx;
+OCTAVO_API OctavoKernel octavo_linear_quantized_amx;
+// The same numbers without AMX (they need AVX512_BF16 and AVX512_VNNI), slowly: for tests.
+OCTAVO_API OctavoKernel octavo_linear_bf16_amx_emulated;
+OCTAVO_API OctavoKernel octavo_linear_quantized_amx_emulated;
 
 // y[i] = row ids[i] of quantized weights with OCTAVO_NONE or OCTAVO_LOGITS. y: [rows, inputs], of the element type.
 struct OctavoLookupCall {
@@ -217,3 +226,5 @@ OCTAVO_API OctavoKernel octavo_attention_f32_avx512;
 OCTAVO_API OctavoKernel octavo_attention_bf16_avx2;
 OCTAVO_API OctavoKernel octavo_attention_bf16_avx512;
 OCTAVO_API OctavoKernel octavo_attention_bf16_avx512bf16;
+OCTAVO_API OctavoKernel octavo_attention_bf16_amx;  // head_dim: a multiple of 32
+OCTAVO_API OctavoKernel octavo_attention_bf16_amx_emulated;  // for tests, as of the linears

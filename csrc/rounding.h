@@ -53,5 +53,25 @@ inline float levels_per(float largest) {
   return factor <= FLT_MAX ? factor : 0.0f;
 }
 
+struct Rounded {
+  float scale;
+  int32_t sum;  // of the rounded numbers
+};
+
+// Rounds `count` numbers of a group and hands them to write(first, rounded, how many), zeros where
+// the group has no more.
+template <class T, class Write>
+inline Rounded round_group(const T* x, int64_t count, int64_t group, const Write& write) {
+  constexpr int64_t kAtATime = 256;
+  const float top = largest_of(x, count);
+  int32_t sum = 0;
+  for (int64_t i = 0; i < group; i += kAtATime) {
+    alignas(64) int8_t rounded[kAtATime] = {};
+    if (i < count) sum += round_to(rounded, x + i, least(kAtATime, count - i), levels_per(top));
+    write(i, rounded, least(kAtATime, group - i));
+  }
+  return {top / kLevels, sum};
+}
+
 }  // namespace
 }  // namespace octavo

@@ -12,6 +12,7 @@ struct Avx2 {
   using Vec = __m256;
   using Bits = __m256i;
   static constexpr int kWidth = 8;
+  static constexpr int kPanelRows = 6;
   static constexpr int kVectors = 2;  // with six rows 12 sums, and 3 of 16 registers for operands
 
   static Vec set(float x) { return _mm256_set1_ps(x); }

@@ -2,7 +2,7 @@
 //
 // What the kernels ask of an instruction set: arithmetic on a `Vec` of kWidth FP32 numbers, which
 // is loaded from FP32 or BF16 and stored as either; kVectors, how many vectors of a row are summed
-// in registers at once; and, for BF16 that is widened, `Bits`, pairs of numbers in 32 bits each.
+// in registers at once, and kPanelRows, of how many rows together; and, for BF16 that is widened, `Bits`, pairs of numbers in 32 bits each.
 #pragma once
 
 // GCC 12's own intrinsics begin with values that are not set, on purpose (its bug 105593).
@@ -20,6 +20,7 @@ struct Avx512 {
   using Vec = __m512;
   using Bits = __m512i;
   static constexpr int kWidth = 16;
+  static constexpr int kPanelRows = 6;
   static constexpr int kVectors = 4;  // with six rows 24 sums, and 5 of 32 registers for operands
 
   static Vec set(float x) { return _mm512_set1_ps(x); }
@@ -42,6 +43,7 @@ struct Avx512 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, bound, _CMP_LT_OQ), otherwise, below);
   }
   static Bits load_bits(const void* x) { return _mm512_loadu_si512(x); }
+  static void store_bits(void* x, Bits bits) { _mm512_storeu_si512(x, bits); }
   static Bits set_bits(int pair) { return _mm512_set1_epi32(pair); }
   static Vec firsts(Bits pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
   static Vec seconds(Bits pairs) {

@@ -34,7 +34,7 @@ def choose_versions(
             f"{'a CPU' if device == 'cpu' else 'this GPU'}, {', '.join(missing)} may round a row "
             "differently in another batch; it needs Triton, a GPU of compute capability 8.0 to "
             "9.0 and --dtype bfloat16 or float16, or octavo's own kernels on a CPU with --dtype "
-            "float32 (or bfloat16, with AVX512_BF16 and without AMX)"
+            "float32 (or bfloat16, with AVX512_BF16)"
         )
     scalings = [layer.mixer.rope.scaling for layer in spec.layers]
     if deterministic and any(isinstance(scaling, DynamicScaling) for scaling in scalings):

@@ -69,17 +69,19 @@ class QuantizedWeight:
 
 def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     """The same weights in one kind that can hold them all: the most bits, the smallest group, FP32
-    scales where one has them, minimums where one has them. Where zeros differ, each becomes part
-    of the minimums, in FP32, which rounds none of a scale of 18 bits or fewer (GGUF's).
+    scales where one has them, minimums where one has them. Codes of 8 bits are moved to the zero
+    ``ZERO`` where they fit. Where zeros differ all the same, each becomes part of the minimums, in
+    FP32, which rounds none of a scale of 18 bits or fewer (GGUF's).
 
     Raises ValueError where groups cannot be cut into the smallest."""
-    group = min(weight.group for weight in weights)
+    group, bits = min(weight.group for weight in weights), max(weight.bits for weight in weights)
+    if bits == 8 and all(_fits(weight) for weight in weights):
+        weights = [_moved(weight) for weight in weights]
     zeros = {weight.zero for weight in weights}
     minimums = len(zeros) > 1 or any(weight.minimums is not None for weight in weights)
     dtype = torch.float32 if len(zeros) > 1 else torch.float16
     for weight in weights:
         dtype = torch.promote_types(dtype, weight.scales.dtype)
-    bits = max(weight.bits for weight in weights)
     found = []
     for weight in weights:
         if weight.group % group:
@@ -102,6 +104,21 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
             )
         )
     return found
+
+
+def _fits(weight: QuantizedWeight) -> bool:
+    """Whether the codes can be moved so that their zero is ``ZERO``."""
+    if weight.zero == ZERO:
+        return True
+    low, high = (int(code) + ZERO - weight.zero for code in torch.aminmax(weight.codes))
+    return low >= 0 and high <= 255
+
+
+def _moved(weight: QuantizedWeight) -> QuantizedWeight:
+    if weight.zero == ZERO:
+        return weight
+    codes = weight.codes + (ZERO - weight.zero)  # both in 8 bits, which wrap
+    return replace(weight, codes=codes, bits=8, zero=ZERO)
 
 
 @register("quantize", "torch", batch_invariant="yes")

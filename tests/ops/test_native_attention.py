@@ -15,11 +15,13 @@ from octavo.ops.native.library import features
 from tests.ops.attention_batches import Rope, columns
 from tests.ops.batch_invariance import assert_tokens_alike
 from tests.ops.comparing import assert_close, randn
+from tests.ops.emulated_tiles import EMULATED_ATTENTION as EMULATED
 
 (VERSION,) = (v for v in registry.versions("paged_attention") if v.name == "native")
+BF16 = torch.bfloat16
 KERNELS = [
-    pytest.param((dtype, needed), id=name.removeprefix("octavo_attention_"))
-    for dtype, kernels in module.KERNELS.items()
+    pytest.param((dtype, needed, name), id=name.removeprefix("octavo_attention_"))
+    for dtype, kernels in {**module.KERNELS, BF16: (*module.KERNELS[BF16], EMULATED)}.items()
     for needed, name in kernels
     if needed in features()
 ]
@@ -29,9 +31,14 @@ if not KERNELS:
 
 @pytest.fixture(params=KERNELS)
 def dtype(request, monkeypatch):
-    """Of a kernel, which is the one that runs."""
-    dtype, needed = request.param
+    """Of a kernel, which is the one that runs; but for AMX's with other head sizes than its own."""
+    dtype, needed, name = request.param
+    kernels = [(needed, name)]
+    if "amx" in name:
+        monkeypatch.setattr(module, "AMX", name)
+        kernels.append((needed, "octavo_attention_bf16_avx512bf16"))
     monkeypatch.setattr(library, "features", lambda: needed)
+    monkeypatch.setattr(module, "KERNELS", {dtype: tuple(kernels)})
     return dtype
 
 
@@ -228,9 +235,10 @@ def test_kernels_are_chosen_by_what_the_cpu_has(monkeypatch):
     monkeypatch.setattr(library, "features", lambda: Features(0))
     assert not module.available("cpu", torch.float32)
     monkeypatch.setattr(library, "features", lambda: Features.AVX2)
-    assert module.kernel_name(torch.float32) == "octavo_attention_f32_avx2"
+    assert module.kernel_name(torch.float32, 64) == "octavo_attention_f32_avx2"
     monkeypatch.setattr(library, "features", lambda: ~Features(0))
-    assert module.kernel_name(torch.float32) == "octavo_attention_f32_avx512"
-    assert module.kernel_name(torch.bfloat16) == "octavo_attention_bf16_avx512bf16"
+    assert module.kernel_name(torch.float32, 64) == "octavo_attention_f32_avx512"
+    assert module.kernel_name(BF16, 64) == "octavo_attention_bf16_amx"
+    assert module.kernel_name(BF16, 80) == "octavo_attention_bf16_avx512bf16"
     assert not module.available("cpu", torch.float16)
     assert not module.available("cuda", torch.float32)

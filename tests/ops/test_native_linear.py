@@ -16,14 +16,15 @@ from octavo.ops.native.library import Features, features
 from octavo.ops.native.linear import NativeLinear
 from tests.ops.batch_invariance import assert_rows_alike
 from tests.ops.comparing import assert_close, expected_linear, randn
+from tests.ops.emulated_tiles import EMULATED_DENSE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BF16, FP32 = torch.bfloat16, torch.float32
 EPILOGUES = ("none", "add", "silu_mul", "logits")
 (VERSION,) = (v for v in registry.versions("linear") if v.name == "native")
 KERNELS = [
-    pytest.param((dtype, needed), id=name.removeprefix("octavo_linear_"))
-    for dtype, kernels in module.DENSE.items()
+    pytest.param((dtype, needed, name), id=name.removeprefix("octavo_linear_"))
+    for dtype, kernels in {**module.DENSE, BF16: (*module.DENSE[BF16], EMULATED_DENSE)}.items()
     for needed, name in kernels
     if needed in features()
 ]
@@ -32,8 +33,9 @@ KERNELS = [
 @pytest.fixture(params=KERNELS)
 def dtype(request, monkeypatch):
     """Of a kernel, which is the one that runs."""
-    dtype, needed = request.param
+    dtype, needed, name = request.param
     monkeypatch.setattr(library, "features", lambda: needed)
+    monkeypatch.setattr(module, "DENSE", {dtype: ((needed, name),)})
     return dtype
 
 
@@ -218,10 +220,25 @@ def test_operands_that_do_not_fit_are_refused(dtype):
         NativeLinear([weight], None, "add")(x)
 
 
-def test_only_where_the_cpu_has_the_instruction_and_in_bf16_no_amx(monkeypatch):
-    amx, found = False, Features.AVX512_BF16
+@pytest.mark.skipif(Features.AMX not in features(), reason="this CPU has no AMX")
+@pytest.mark.parametrize("rows", (1, 3, 5, 16, 45))
+def test_amx_computes_what_its_emulation_does(monkeypatch, rows):
+    """To the last bit, among numbers of all sizes: denormals, sums that leave FP32's range."""
+    inputs = 200
+    generator = torch.Generator().manual_seed(rows)
+    sizes = torch.randint(-130, 66, (rows + 40, inputs), generator=generator)
+    values = (torch.ldexp(randn(rows + 40, inputs).double(), sizes)).to(BF16)
+    results = []
+    for kernel in (module.DENSE[BF16][0], EMULATED_DENSE):
+        monkeypatch.setattr(module, "DENSE", {BF16: (kernel,)})
+        linear = NativeLinear([values[rows:]], None, "logits")
+        results.append(linear(values[:rows]).view(torch.int32))
+    assert torch.equal(*results)
+
+
+def test_only_where_the_cpu_has_the_instruction(monkeypatch):
+    found = Features.AVX512_BF16
     monkeypatch.setattr(library, "features", lambda: found)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     available = VERSION.available
     assert available("cpu", BF16) and not available("cuda", BF16)
     assert not available("cpu", FP32) and not available("cpu", torch.float16)
@@ -231,8 +248,8 @@ def test_only_where_the_cpu_has_the_instruction_and_in_bf16_no_amx(monkeypatch):
     found = Features.AVX2
     assert not available("cpu", BF16) and available("cpu", FP32)
     assert library.preferred(module.DENSE[FP32]) == "octavo_linear_f32_avx2"
-    found, amx = ~Features(0), True
-    assert not available("cpu", BF16) and available("cpu", FP32)
+    found = ~Features(0)
+    assert library.preferred(module.DENSE[BF16]) == "octavo_linear_bf16_amx"
     found = Features(0)
     assert not available("cpu", BF16) and not available("cpu", FP32)
 

@@ -54,9 +54,10 @@ def bytes_per_value(kinds: Collection[str]) -> float:
     """Of packed weights of these types that are multiplied as one (``alike``)."""
     found = [KINDS[kind] for kind in kinds]
     zeros = {kind.zero for kind in found}
-    wide = len(zeros) > 1 or any(kind.endswith("_K") for kind in kinds)
-    numbers = 2 if 0 in zeros or len(zeros) > 1 else 1  # of a group: its scale, its minimum
     bits, group = max(kind.bits for kind in found), min(kind.group for kind in found)
+    apart = len(zeros) > 1 and bits == 4  # codes of 8 bits are moved to one zero
+    wide = apart or any(kind.endswith("_K") for kind in kinds)
+    numbers = 2 if 0 in zeros or apart else 1  # of a group: its scale, its minimum
     return bits / 8 + (4 if wide else 2) * numbers / group
 
 

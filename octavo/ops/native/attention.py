@@ -21,12 +21,14 @@ from octavo.ops.registry import register
 TILE = 16  # tokens of a tile of the cache
 MAX_HEAD_DIM = 512
 TASK_BYTES = 32  # of an entry of a plan
+AMX, AMX_DIMS = "octavo_attention_bf16_amx", 32  # of whose multiple a head_dim must be
 KERNELS: dict[torch.dtype, Kernels] = {
     torch.float32: (
         (Features.AVX512, "octavo_attention_f32_avx512"),
         (Features.AVX2, "octavo_attention_f32_avx2"),
     ),
     torch.bfloat16: (
+        (Features.AMX, AMX),
         (Features.AVX512_BF16, "octavo_attention_bf16_avx512bf16"),
         (Features.AVX512, "octavo_attention_bf16_avx512"),
         (Features.AVX2, "octavo_attention_bf16_avx2"),
@@ -74,13 +76,16 @@ class _State:
         self.kept = other.kept
 
 
-def kernel_name(dtype: torch.dtype) -> str | None:
+def kernel_name(dtype: torch.dtype, head_dim: int) -> str | None:
     """The kernel that this CPU runs for ``dtype``."""
-    return preferred(KERNELS.get(dtype, ()))
+    kernels = KERNELS.get(dtype, ())
+    if head_dim % AMX_DIMS:
+        kernels = tuple((needed, name) for needed, name in kernels if name != AMX)
+    return preferred(kernels)
 
 
 def available(device: str, dtype: torch.dtype) -> bool:
-    return device == "cpu" and kernel_name(dtype) is not None
+    return device == "cpu" and preferred(KERNELS.get(dtype, ())) is not None
 
 
 @register("paged_attention", "native", available, tolerance=8.0, batch_invariant="yes")
@@ -103,7 +108,9 @@ class NativePagedAttention:
         self._partials = torch.empty(0)  # parts of sums of long contexts, within one call
         self._plan = brief_function("octavo_attention_plan", c_void_p)
         self._kernels = {
-            dtype: name for dtype in KERNELS if (name := kernel_name(dtype)) is not None
+            dtype: name
+            for dtype in KERNELS
+            if (name := kernel_name(dtype, geometry.head_dim)) is not None
         }
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:

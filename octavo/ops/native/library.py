@@ -17,7 +17,7 @@ from typing import Any
 import torch  # noqa: F401  (brings the OpenMP runtime whose threads the kernels use)
 
 Kernel = Callable[..., Any]
-INTERFACE = 3  # OCTAVO_INTERFACE of csrc/octavo.h
+INTERFACE = 4  # OCTAVO_INTERFACE of csrc/octavo.h
 
 
 class Features(IntFlag):
@@ -27,6 +27,7 @@ class Features(IntFlag):
     AVX512 = 2
     AVX512_BF16 = 4
     AVX512_VNNI = 8
+    AMX = 16
 
 
 Kernels = tuple[tuple[Features, str], ...]  # with what each needs of a CPU, the best one first

@@ -27,9 +27,13 @@ DENSE: dict[torch.dtype, Kernels] = {
         (Features.AVX512, "octavo_linear_f32_avx512"),
         (Features.AVX2, "octavo_linear_f32_avx2"),
     ),
-    torch.bfloat16: ((Features.AVX512_BF16, "octavo_linear_bf16_avx512bf16"),),
+    torch.bfloat16: (
+        (Features.AMX, "octavo_linear_bf16_amx"),
+        (Features.AVX512_BF16, "octavo_linear_bf16_avx512bf16"),
+    ),
 }
 QUANTIZED: Kernels = (
+    (Features.AMX, "octavo_linear_quantized_amx"),
     (Features.AVX512_VNNI, "octavo_linear_quantized_avx512vnni"),
     (Features.AVX2, "octavo_linear_quantized_avx2"),
 )
@@ -176,17 +180,13 @@ class _Packed:
 
 
 def _available(device: str, dtype: torch.dtype) -> bool:
-    """Not in BF16 with AMX: oneDNN uses it, and against that these kernels have not been
-    measured."""
-    if device != "cpu" or (dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
-        return False
-    return preferred(DENSE.get(dtype, ())) is not None
+    return device == "cpu" and preferred(DENSE.get(dtype, ())) is not None
 
 
 @register("linear", "native", _available, tolerance=1.0, batch_invariant="yes")
 class NativeLinear(_Packed):
-    """Every output is one accumulator over ascending inputs. ``logits`` are in FP32 from the
-    accumulators on; ``add`` writes over its operand."""
+    """Every output is one sum over ascending inputs, in an order that csrc/octavo.h names.
+    ``logits`` are in FP32 from the sums on; ``add`` writes over its operand."""
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -> None:
         """weights: BF16 or FP32, each [out_i, in]; with ``silu_mul`` the gate's and the up

@@ -1,0 +1,12 @@
+// Attention in BF16 by AMX.
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")
+
+#include "attention_tiles.h"
+#include "attention.h"
+#include "vectors_avx512bf16.h"
+
+void octavo_attention_bf16_amx(const void* arguments) {
+  using Isa = octavo::WithTiles<octavo::Avx512Bf16, octavo::Tiles>;
+  const Isa::Tiles::Session session(Isa::shapes());
+  octavo::attention<Isa>(arguments);
+}
