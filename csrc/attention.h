@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "attention_panel.h"
+#include "attention_rounded.h"
 #include "attention_tokens.h"
 
 namespace octavo {
@@ -60,21 +61,40 @@ struct Work {
   }
 };
 
+// `spare`: where tiles of a rounded cache are expanded, kPieceTiles of keys, then of values.
 template <class Isa>
 void find_tiles(const Layer<Isa>& layer, const Task& task, int64_t index, int64_t end_place,
-                Piece<Isa>& piece) {
+                typename Isa::Element* spare, Piece<Isa>& piece) {
+  using Element = typename Isa::Element;
   const int64_t block_tiles = layer.block_tiles(), uneven = layer.step.block_size % kTile;
+  const int64_t size = layer.tile_elements();
   const int32_t* const table = layer.step.block_tables + task.row * layer.step.table_width;
   piece.base = index * kPiece;
   const int64_t first = index * kPieceTiles;
   const int64_t count = least(kPieceTiles, ceil_div(end_place, kTile) - first);
   const int64_t low = Context(layer.step, task.row).low(task.first_row);
+  const auto tile = [&](int64_t i, int kind) -> const char* {
+    return layer.tile(table[(first + i) / block_tiles], task.head, kind, (first + i) % block_tiles);
+  };
   for (int64_t i = largest(0, low / kTile - first); i < count; ++i) {
-    const int64_t block = table[(first + i) / block_tiles], tile = (first + i) % block_tiles;
-    const int64_t offset = tile * layer.tile_elements();
-    piece.keys[i] = layer.tiles(block, task.head, 0) + offset;
-    piece.values[i] = layer.tiles(block, task.head, 1) + offset;
-    piece.lanes[i] = static_cast<int32_t>(uneven && tile == block_tiles - 1 ? uneven : kTile);
+    const char* const found[] = {tile(i, 0), tile(i, 1)};
+    piece.lanes[i] =
+        static_cast<int32_t>(uneven && (first + i) % block_tiles == block_tiles - 1 ? uneven : kTile);
+    if (layer.step.rounded) {
+      Element* const keys = spare + i * size;
+      Element* const values = keys + kPieceTiles * size;
+      for (int kind = 0; i + 1 < count && kind < 2; ++kind) {
+        const char* const next = tile(i + 1, kind);
+        for (int64_t at = 0; at < layer.tile_bytes(); at += 64) __builtin_prefetch(next + at, 0, 3);
+      }
+      expand_keys<Isa>(found[0], size, keys);
+      expand_values<Isa>(found[1], layer.width(), values);
+      piece.keys[i] = keys;
+      piece.values[i] = values;
+    } else {
+      piece.keys[i] = reinterpret_cast<const Element*>(found[0]);
+      piece.values[i] = reinterpret_cast<const Element*>(found[1]);
+    }
   }
 }
 
@@ -121,10 +141,16 @@ void attend(const Layer<Isa>& layer, const Task& task) {
   work.load_queries(layer, task);
   const Panel& last = work.panels[work.num_panels - 1];
   const int64_t end_place = last.high[last.num_rows - 1];
+  using Element = typename Isa::Element;
+  Element* spare = nullptr;
+  if (layer.step.rounded) {
+    const int64_t elements = 2 * kPieceTiles * layer.tile_elements();
+    spare = static_cast<Element*>(__builtin_alloca_with_align(elements * sizeof(Element), 512));
+  }
   for (int64_t index = task.first_piece; index < task.end_piece; ++index) {
-    find_tiles<Isa>(layer, task, index, end_place, piece);
+    find_tiles<Isa>(layer, task, index, end_place, spare, piece);
     for (int i = 0; i < work.num_panels; ++i) {
-      piece.is_fresh = i == 0;
+      piece.is_fresh = i == 0 && !spare;
       Attend<Isa>::panel(layer, piece, work.panels[i], work.scores);
     }
   }
@@ -179,7 +205,7 @@ void attention(const void* arguments) {
   const OctavoAttention& step = *call.step;
   const Layer<Isa> layer{step,
                          static_cast<Element*>(call.qkv),
-                         static_cast<Element*>(call.cache),
+                         static_cast<char*>(call.cache),
                          static_cast<const Element*>(call.qk_weight),
                          call.sinks,
                          static_cast<Element*>(call.out)};

@@ -5,6 +5,9 @@
 // of keys is [dim / kStep][16 tokens][kStep], a tile of values [16 / kStep][width][kStep] with
 // `width`, dim rounded up to 16: scores and sums of values come as vectors, none across lanes.
 //
+// A rounded cache holds the same tiles with an int8 for each number, and after them the scales of
+// their 16 tokens.
+//
 // Places: a block is padded to whole tiles, and the place of a position counts this padding. A
 // context is attended in pieces of 512 places from place 0: scores, their softmax and the sum of
 // values of a piece, then pieces merged in order. Every query (a token's head, "row" here) goes
@@ -65,7 +68,7 @@ struct Layer {
   using Element = typename Isa::Element;
   const OctavoAttention& step;
   Element* qkv;
-  Element* cache;
+  char* cache;
   const Element* qk_weight;
   const float* sinks;
   Element* out;
@@ -75,11 +78,15 @@ struct Layer {
   int64_t token_width() const { return (step.num_heads + 2 * step.num_kv_heads) * dim(); }
   int64_t slot_floats() const { return width() + kLanes; }
   int64_t tile_elements() const { return kTile * width(); }
+  int64_t tile_bytes() const {
+    const int64_t size = step.rounded ? 1 : sizeof(Element);
+    return tile_elements() * size + (step.rounded ? kTile * sizeof(float) : 0);
+  }
   int64_t block_tiles() const { return ceil_div(step.block_size, kTile); }
-  // Tile 0 of a block's keys or, `kind` 1, values.
-  Element* tiles(int64_t block, int64_t head, int kind) const {
-    const int64_t index = (block * step.num_kv_heads + head) * 2 + kind;
-    return cache + index * block_tiles() * tile_elements();
+  // A tile of a block's keys or, `kind` 1, values.
+  char* tile(int64_t block, int64_t head, int kind, int64_t index) const {
+    const int64_t first = ((block * step.num_kv_heads + head) * 2 + kind) * block_tiles();
+    return cache + (first + index) * tile_bytes();
   }
 };
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "attention_layout.h"
+#include "rounding.h"
 
 namespace octavo {
 namespace {  // see numbers.h
@@ -70,6 +71,23 @@ struct Slot {
         lane(step.slots[token] % step.block_size % kTile) {}
 };
 
+// Puts a token's numbers where they stand in a tile: steps of kStep, `apart` numbers from one to the
+// next.
+template <class T, int kStep>
+inline void scatter(const T* x, int64_t dim, int64_t apart, T* to) {
+  for (int64_t i = 0; i < dim; i += kStep) std::memcpy(to + i / kStep * apart, x + i, kStep * sizeof(T));
+}
+
+// The same for a rounded cache; its scale stands after the tile's numbers.
+template <int kStep>
+inline void scatter_rounded(const float* x, int64_t dim, int64_t apart, int8_t* to, float* scale) {
+  alignas(64) int8_t codes[kMaxDim];
+  const float top = largest_of(x, dim);
+  round_to(codes, x, dim, levels_per(top));
+  scatter<int8_t, kStep>(codes, dim, apart, to);
+  *scale = top / kLevels;
+}
+
 // Queries are rotated in place, keys and values written to the cache.
 template <class Isa>
 void enter_token(const Layer<Isa>& layer, int64_t token) {
@@ -78,9 +96,8 @@ void enter_token(const Layer<Isa>& layer, int64_t token) {
   const OctavoAttention& step = layer.step;
   const int64_t dim = layer.dim(), half = dim / 2, width = layer.width();
   const Slot slot(step, token);
-  const int64_t tile = slot.tile * layer.tile_elements();
   Element* const heads = layer.qkv + token * layer.token_width();
-  float x[kMaxDim];
+  alignas(64) float x[kMaxDim];
   for (int64_t head = 0; head < step.num_heads + step.num_kv_heads; ++head) {
     Element* const source = heads + head * dim;
     widen<Isa>(source, dim, x);
@@ -88,18 +105,29 @@ void enter_token(const Layer<Isa>& layer, int64_t token) {
       normalize<Isa>(x, layer.qk_weight + head * dim, dim, step.qk_norm_eps);
     }
     rotate<Isa>(x, step.cos + token * half, step.sin + token * half, half);
-    narrow<Isa>(x, 1.0f, dim, source);
+    if (head < step.num_heads || !step.rounded) narrow<Isa>(x, 1.0f, dim, source);
     if (head < step.num_heads) continue;
-    Element* const keys = layer.tiles(slot.block, head - step.num_heads, 0) + tile;
-    for (int64_t i = 0; i < dim; i += kStep) {
-      std::memcpy(keys + i * kTile + slot.lane * kStep, source + i, kStep * sizeof(Element));
+    char* const tile = layer.tile(slot.block, head - step.num_heads, 0, slot.tile);
+    const int64_t at = slot.lane * kStep;
+    if (step.rounded) {
+      float* const scales = reinterpret_cast<float*>(tile + layer.tile_elements());
+      scatter_rounded<kStep>(x, dim, kTile * kStep, reinterpret_cast<int8_t*>(tile) + at,
+                             scales + slot.lane);
+    } else {
+      scatter<Element, kStep>(source, dim, kTile * kStep, reinterpret_cast<Element*>(tile) + at);
     }
   }
   for (int64_t head = 0; head < step.num_kv_heads; ++head) {
     const Element* const source = heads + (step.num_heads + step.num_kv_heads + head) * dim;
-    Element* const values = layer.tiles(slot.block, head, 1) + tile;
-    Element* const target = values + slot.lane / kStep * width * kStep + slot.lane % kStep;
-    for (int64_t i = 0; i < dim; ++i) target[i * kStep] = source[i];
+    char* const tile = layer.tile(slot.block, head, 1, slot.tile);
+    const int64_t at = slot.lane / kStep * width * kStep + slot.lane % kStep;
+    if (step.rounded) {
+      float* const scales = reinterpret_cast<float*>(tile + layer.tile_elements());
+      widen<Isa>(source, dim, x);
+      scatter_rounded<1>(x, dim, kStep, reinterpret_cast<int8_t*>(tile) + at, scales + slot.lane);
+    } else {
+      scatter<Element, 1>(source, dim, kStep, reinterpret_cast<Element*>(tile) + at);
+    }
   }
 }
 

@@ -197,6 +197,7 @@ struct OctavoAttention {
   const float* cos;             // [num_tokens, head_dim / 2]
   const float* sin;
   float scale, softcap, qk_norm_eps;  // softcap 0: none
+  int64_t rounded;  // whether the cache holds int8, see OctavoAttentionCall
   // The plan: `capacity` entries of OCTAVO_ATTENTION_TASK_BYTES, tasks and then merges. Where there
   // are merges, [num_slots, head_dim rounded up to 16, + 16] numbers for parts of sums.
   void* tasks;
@@ -211,7 +212,8 @@ OCTAVO_API void octavo_attention_plan(OctavoAttention* step);
 // One layer: q/k norm, rotation, writing of keys and values, attention.
 // qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries and keys are overwritten.
 // cache: [block, num_kv_heads, keys | values, block_size rounded up to 16 / 16, 16 * (head_dim
-// rounded up to 16)] with elements of qkv's type. qk_weight: null or [num_heads + num_kv_heads,
+// rounded up to 16)] with elements of qkv's type. `rounded`: a tile is int8 and ends with FP32 [16],
+// a scale for each token: key or value = int8 * scale, scale = max |x| / 127. qk_weight: null or [num_heads + num_kv_heads,
 // head_dim]. sinks: null or [num_heads]. out: [num_tokens, num_heads * head_dim].
 struct OctavoAttentionCall {
   const OctavoAttention* step;

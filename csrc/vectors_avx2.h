@@ -53,6 +53,10 @@ struct Avx2 {
     const Bits high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, high));
   }
+  static Vec load(const int8_t* x) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  }
   static Vec load(const bf16* x) {
     const __m128i elements = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
     return firsts(_mm256_cvtepu16_epi32(elements));

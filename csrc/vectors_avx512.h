@@ -50,6 +50,10 @@ struct Avx512 {
     const Bits high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, high));
   }
+  static Vec load(const int8_t* x) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  }
   static Vec load(const bf16* x) {
     const __m256i elements = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     return firsts(_mm512_cvtepu16_epi32(elements));

@@ -36,7 +36,8 @@ class Rope(Protocol):
 @dataclass(frozen=True)
 class AttentionGeometry:
     """``window``: keys a token sees, itself included. ``qk_norm_eps``: q and k heads are RMS-normed
-    before RoPE. ``softcap``: scores s become softcap * tanh(s / softcap)."""
+    before RoPE. ``softcap``: scores s become softcap * tanh(s / softcap). ``rounded_cache``: each
+    head of a token's keys and of its values is kept as whole multiples of max |x| / 127."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,6 +45,7 @@ class AttentionGeometry:
     window: int | None = None
     qk_norm_eps: float | None = None
     softcap: float | None = None
+    rounded_cache: bool = False
 
     @property
     def scale(self) -> float:
@@ -83,7 +85,8 @@ class PagedAttention(Protocol):
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
         """qkv: [T, (hq + 2 hkv) * d], q heads, then k heads, then v heads; may be overwritten.
-        cache: ``kv_shape``, written in place; of qkv's dtype, or E4M3 (``torch.float8_e4m3fn``)
+        cache: ``kv_shape``, written in place; of qkv's dtype, with ``rounded_cache`` what the
+        version keeps that in (int8), or E4M3 (``torch.float8_e4m3fn``)
         times ``kv_scales``, that of keys and that of values. qk_weight: [hq + hkv, d]. sinks: [hq],
         for each head one more score, of nothing (gpt-oss). Returns [T, hq * d]. Raises ValueError
         for what a version does not do."""
@@ -109,9 +112,16 @@ def stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def rounded_heads(x: Tensor) -> Tensor:
+    """x: [T, heads, d]. Whole multiples of each head's max |x| / 127."""
+    step = x.abs().amax(dim=-1, keepdim=True) / 127
+    return (x / step.masked_fill(step == 0, 1)).round() * step
+
+
 @register("paged_attention", "torch")
 class TorchPagedAttention:
-    """The definition: row by row, in FP32 at least. Cache: [block, offset, k|v, head, d]."""
+    """The definition: row by row, in FP32 at least. Cache: [block, offset, k|v, head, d], also of
+    rounded numbers."""
 
     def __init__(self, geometry: AttentionGeometry) -> None:
         self.geometry = geometry
@@ -143,6 +153,8 @@ class TorchPagedAttention:
         cos, sin = (t.to(wide.dtype) for t in rope(batch.positions, token_lengths(batch)))
         query, key = qk.split((heads, kv_heads), dim=1)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if geometry.rounded_cache:
+            key, value = rounded_heads(key), rounded_heads(value)
         slots = cache.flatten(0, 1)  # [slots, k|v, head, d]
         new = [stored(x, scale, cache.dtype) for x, scale in zip((key, value), kv_scales)]
         slots[batch.slot_mapping] = torch.stack(new, dim=1)

@@ -40,7 +40,10 @@ def attend(
     order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(len(sizes)))
     tables = order.int().view(rows, width)
     shape = attention.kv_shape(len(order), block_size)
-    cache = torch.full(shape, float("nan"), dtype=qkv.dtype, device=qkv.device)
+    if geometry.rounded_cache:
+        cache = torch.full(shape, -1, dtype=torch.int8)  # scales that are no numbers
+    else:
+        cache = torch.full(shape, float("nan"), dtype=qkv.dtype, device=qkv.device)
     rope = Rope(geometry.head_dim, length)
     found, start = [], 0
     for size in sizes:

@@ -3,6 +3,8 @@ ask of every version."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -206,6 +208,55 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype):
         assert all(torch.equal(found, results[part]) for found in results[part::2])
 
 
+ROUNDED = {
+    "gqa3-64": (AttentionGeometry(9, 3, 64, rounded_cache=True), 16),
+    "dim 80, norm": (AttentionGeometry(4, 2, 80, qk_norm_eps=1e-6, rounded_cache=True), 8),
+    "dim 24, window": (AttentionGeometry(3, 1, 24, window=300, rounded_cache=True), 5),
+}
+
+
+@pytest.mark.parametrize(("geometry", "block_size"), ROUNDED.values(), ids=ROUNDED)
+def test_a_rounded_cache(dtype, geometry, block_size):
+    """Against the definition in FP64: now and then a number lies so close between two others that
+    it is rounded to the other one, and moves what sees it by a part of 1 / 127."""
+    tested, exact = NativePagedAttention(geometry), TorchPagedAttention(geometry)
+    rope, weight = Rope(geometry.head_dim), weight_of(geometry, dtype)
+    width = -(-701 // block_size)
+    tables = torch.randperm(2 * width, generator=torch.Generator().manual_seed(1))
+    tables = tables.int().view(2, width)
+    shape = tested.kv_shape(2 * width, block_size)
+    cache = torch.full(shape, -1, dtype=torch.int8)  # whose scales are no numbers
+    wide_cache = torch.zeros(exact.kv_shape(2 * width, block_size), dtype=torch.float64)
+    past, plain = [0, 0], NativePagedAttention(replace(geometry, rounded_cache=False))
+    plain_cache = torch.zeros(plain.kv_shape(2 * width, block_size), dtype=dtype)
+    for new in ([600, 5], [1, 100], [100, 1]):
+        batch = columns(past, new, tables, block_size, new.index(1) if 1 in new[:1] else 0)
+        qkv = randn(sum(new), heads_of(geometry) * geometry.head_dim, seed=new[0]).to(dtype)
+        expected = exact(
+            qkv.double(),
+            wide_cache,
+            exact.prepare(batch, rope, torch.float64),
+            None if weight is None else weight.double(),
+        )
+        unrounded = plain(qkv.clone(), plain_cache, plain.prepare(batch, rope, dtype), weight)
+        found = tested(qkv, cache, tested.prepare(batch, rope, dtype), weight)
+        error, price = (found.double() - expected).abs(), (unrounded.double() - expected).abs()
+        unit = (2 if dtype == BF16 else 16) * torch.finfo(dtype).eps
+        assert error.mean() <= unit * expected.abs().mean()
+        assert error.max() <= 0.02 * expected.abs().max()
+        assert price.mean() > 2 * error.mean() or dtype == BF16  # rounding is what was compared
+        past = [p + n for p, n in zip(past, new)]
+
+
+@pytest.mark.parametrize(("geometry", "block_size"), ROUNDED.values(), ids=ROUNDED)
+def test_a_rounded_cache_is_the_same_however_its_prompt_comes(dtype, geometry, block_size, threads):
+    length = 700
+    rows = randn(3, length, heads_of(geometry) * geometry.head_dim).to(dtype)
+    ways = (([7] * 100, rows[:0]), ([1] * 40 + [660], rows[1:]), ([512, 188], rows[1:]))
+    weight = weight_of(geometry, dtype)
+    assert_tokens_alike(NativePagedAttention(geometry), rows[0], weight, ways, block_size)
+
+
 def test_a_plan_grows_with_its_step(dtype):
     attention = NativePagedAttention(AttentionGeometry(8, 8, 16))
     batch = columns([0], [4000], torch.arange(250)[None].int(), 16, 0)
@@ -224,7 +275,7 @@ def test_refusals(dtype):
     state = attention.prepare(batch, Rope(16), dtype)
     cache = torch.zeros(attention.kv_shape(1, 16))
     qkv = torch.randn(9, 64).to(dtype)
-    with pytest.raises(ValueError, match="FP8"):
+    with pytest.raises(ValueError, match="the cache must be"):
         attention(qkv, cache.to(torch.float8_e4m3fn), state)
     with pytest.raises(ValueError, match="prepared for"):
         attention(qkv.half(), cache.half(), state)

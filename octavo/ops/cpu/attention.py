@@ -94,6 +94,8 @@ class CPUPagedAttention:
     flash_prompts = False  # prompts from position 0 through ATen's flash kernel
 
     def __init__(self, geometry: AttentionGeometry) -> None:
+        if geometry.rounded_cache:
+            raise ValueError("a rounded cache is read by octavo's own kernels alone")
         if geometry.softcap is not None:
             raise ValueError("attention with softcap is not written for CPUs yet")
         self.geometry = geometry

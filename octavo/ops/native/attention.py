@@ -1,7 +1,8 @@
 """Paged attention on CPU by the kernels of csrc/: a call does all of a layer, from q/k norm on.
 
 Cache: [block, kv head, k|v, tile, 16 * width], tiles of 16 tokens in the order in which the
-kernels' vectors want them (csrc/attention_layout.h); width is head_dim rounded up to 16.
+kernels' vectors want them (csrc/attention_layout.h); width is head_dim rounded up to 16. Rounded
+it is int8, [..., tile, 16 * width + 64]: a tile ends with the FP32 scales of its tokens.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class _Step(ctypes.Structure):
         *((name, c_void_p) for name in ("slots", "query_starts", "seq_lens", "block_tables")),
         *((name, c_void_p) for name in ("cos", "sin")),
         *((name, c_float) for name in ("scale", "softcap", "qk_norm_eps")),
+        ("rounded", c_int64),
         ("tasks", c_void_p),
         *((name, c_int64) for name in ("capacity", "num_tasks", "num_merges", "num_slots")),
         ("partials", c_void_p),
@@ -91,7 +93,7 @@ def available(device: str, dtype: torch.dtype) -> bool:
 @register("paged_attention", "native", available, tolerance=8.0, batch_invariant="yes")
 class NativePagedAttention:
     """Products of BF16 are summed in FP32, the softmax is in FP32, its weights are rounded to the
-    cache's dtype. A token's result is the same bits in any batch and however its prompt is cut,
+    dtype of qkv. A token's result is the same bits in any batch and however its prompt is cut,
     where its rotation is (not with angles that depend on a context's length).
 
     Raises ValueError for an odd head_dim or one above ``MAX_HEAD_DIM``."""
@@ -115,7 +117,8 @@ class NativePagedAttention:
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         tiles = -(-block_size // TILE)
-        return (num_blocks, self.geometry.num_kv_heads, 2, tiles, TILE * self._width)
+        scales = TILE * torch.float32.itemsize if self.geometry.rounded_cache else 0
+        return (num_blocks, self.geometry.num_kv_heads, 2, tiles, TILE * self._width + scales)
 
     def prepare(self, batch: BatchColumns, rope: Rope, dtype: torch.dtype) -> _State:
         geometry = self.geometry
@@ -143,6 +146,7 @@ class NativePagedAttention:
             geometry.scale,
             geometry.softcap or 0.0,
             geometry.qk_norm_eps or 0.0,
+            geometry.rounded_cache,
         )
         tasks = self._plan_tasks(step)
         kept = (batch.slot_mapping, starts, lengths, tables, cos, sin, tasks, self._partials)
@@ -172,8 +176,9 @@ class NativePagedAttention:
         sinks: Tensor | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
-        if cache.dtype != qkv.dtype:
-            raise ValueError("FP8 caches are not written for CPUs yet")
+        kept_in = torch.int8 if self.geometry.rounded_cache else qkv.dtype
+        if cache.dtype != kept_in:
+            raise ValueError(f"the cache must be {kept_in}, not {cache.dtype}")
         if qkv.dtype != state.dtype:
             raise ValueError(f"prepared for {state.dtype}, not {qkv.dtype}")
         qkv = qkv.contiguous()
