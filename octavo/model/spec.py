@@ -1,20 +1,45 @@
 """A model as data: what a family's config.json says, in one small vocabulary. Never imports torch.
 
-A decoder is, per layer, ``x += mixer(norm(x))`` and ``x += mlp(norm(x))``. The kinds of mixer, MLP
-and rope scaling are tagged unions: a new idea becomes a new part with a file of its own, and a
-field enters an existing part only when a second family needs it.
+A decoder is, per layer, ``x += mixer(norm(x))`` and ``x += mlp(norm(x))``, with norms where a
+family has them. The kinds of norm, mixer, MLP and rope scaling are tagged unions: a new idea is a
+new part with a file of its own, and a field enters an existing part only when a second family needs
+it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
-class NormSpec:
-    """RMS norm: x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019)."""
+class RMSNormSpec:
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019)."""
 
     eps: float
+
+
+@dataclass(frozen=True)
+class LayerNormSpec:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias (Ba et al. 2016)."""
+
+    eps: float
+
+
+NormSpec = RMSNormSpec | LayerNormSpec
+
+
+@dataclass(frozen=True)
+class ResidualSpec:
+    """The way around a mixer or an MLP ``f``: x becomes outer(x + after(f(before(x)))).
+
+    Llama has ``before`` alone, Gemma 2 ``before`` and ``after``, OLMo 2 ``after``, the transformer
+    of 2017 ``outer``.
+    """
+
+    before: NormSpec | None = None
+    after: NormSpec | None = None
+    outer: NormSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -64,53 +89,100 @@ RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | Ten
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding over the whole head, halves paired (i, i + d/2)."""
+    """Rotary embedding, halves paired: of the first ``dim`` numbers of a head, i and i + dim / 2
+    turn together. ``dim``: None: of all of them. The loader moves the rows of q and k so that pairs
+    are (i, i + head_dim / 2), as kernels want them, and the others are multiplied by 1."""
 
     theta: float
     scaling: RopeScaling | None = None
+    dim: int | None = None
 
 
 @dataclass(frozen=True)
 class GQASpec:
-    """Grouped-query attention. ``window``: keys a token sees, itself included; None: all."""
+    """Grouped-query attention. ``rope``: None: heads do not turn. ``window``: keys a token sees,
+    itself included; None: all. ``scale``: of the scores; None: 1 / sqrt(head_dim). ``softcap``:
+    scores s become softcap * tanh(s / softcap). ``qk_norm_over``: a norm of q and k takes each head
+    by itself, or the projection whole."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: NormSpec | None = None
+    qk_norm: RMSNormSpec | None = None
+    qk_norm_over: Literal["head", "projection"] = "head"
     window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     intermediate_size: int
+    bias: bool = False
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True)
+class PlainMLPSpec:
+    """down(activation(up(x)))."""
+
+    intermediate_size: int
+    activation: Activation
     bias: bool = False
 
 
 MixerSpec = GQASpec
-FeedForwardSpec = MLPSpec
+FeedForwardSpec = MLPSpec | PlainMLPSpec
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     mixer: MixerSpec
     mlp: FeedForwardSpec
-    norm: NormSpec
+    around_mixer: ResidualSpec
+    around_mlp: ResidualSpec
+
+
+@dataclass(frozen=True)
+class PositionsSpec:
+    """Learned positions: row position + ``offset`` of a table of ``rows`` is added to a token's
+    embedding."""
+
+    rows: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """What a token becomes: scale * its row of ``width`` numbers, projected to the hidden size
+    where that is another (the head projects back), plus its position's row. ``tied``: the head has
+    the same weight. ``scale`` is rounded to the model's dtype first, as Gemma's is."""
+
+    width: int
+    tied: bool
+    scale: float | None = None
+    positions: PositionsSpec | None = None
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """``max_position``: the longest context the rope supports, its scaling included."""
+    """``norm``: before the head; None: there is none. ``max_position``: the longest context the
+    positions support, a rope's scaling included. ``logit_softcap``: logits z become
+    softcap * tanh(z / softcap)."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
+    embedding: EmbeddingSpec
     layers: tuple[LayerSpec, ...]
-    norm: NormSpec
+    norm: NormSpec | None
     max_position: int
-    tied_embeddings: bool
+    logit_softcap: float | None = None

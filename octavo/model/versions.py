@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from octavo.model.spec import DecoderSpec, DynamicScaling
+from octavo.model.spec import (
+    DecoderSpec,
+    DynamicScaling,
+    FeedForwardSpec,
+    LayerNormSpec,
+    LayerSpec,
+    MLPSpec,
+    RMSNormSpec,
+)
 from octavo.ops import registry
 from octavo.ops.registry import Version
 from octavo.types import ConfigError
 
-OPERATIONS = ("embedding", "rms_norm", "linear", "paged_attention", "take_rows", "copy_blocks")
+_ALWAYS = ("linear", "paged_attention", "take_rows", "copy_blocks")
 
 _OF_QUANTIZATION: dict[str | None, tuple[str, ...]] = {
     "gguf": ("quantized_linear",),
@@ -26,7 +34,7 @@ def choose_versions(
 ) -> dict[str, Version]:
     """Operation -> version, on ``device`` ("cpu", "cuda"). ``quantization``: of the model. Raises
     ConfigError, in one line, where ``--deterministic`` cannot be kept."""
-    operations = (*OPERATIONS, *_OF_QUANTIZATION.get(quantization, ()))
+    operations = (*operations_of(spec), *_OF_QUANTIZATION.get(quantization, ()))
     found = {op: registry.runnable(op, device, dtype, deterministic) for op in operations}
     if missing := [op for op in operations if not found[op]]:
         raise ConfigError(
@@ -36,10 +44,34 @@ def choose_versions(
             "9.0 and --dtype bfloat16 or float16, or octavo's own kernels on a CPU with --dtype "
             "float32 (or bfloat16, with AVX512_BF16 and without AMX)"
         )
-    scalings = [layer.mixer.rope.scaling for layer in spec.layers]
-    if deterministic and any(isinstance(scaling, DynamicScaling) for scaling in scalings):
+    ropes = [layer.mixer.rope for layer in spec.layers]
+    if deterministic and any(rope and isinstance(rope.scaling, DynamicScaling) for rope in ropes):
         raise ConfigError(
             "--deterministic: this model's rope_scaling, dynamic, turns a token by the length its "
             "context has in the step that computes it, so results depend on how a prompt is cut"
         )
     return {op: versions[-1] for op, versions in found.items()}
+
+
+def operations_of(spec: DecoderSpec) -> tuple[str, ...]:
+    """The operations that the model's layers and its ends are made of."""
+    found = ["embedding"]
+    norms = {spec.norm, *(norm for layer in spec.layers for norm in _norms_of(layer))}
+    if any(isinstance(norm, RMSNormSpec) for norm in norms):
+        found.append("rms_norm")
+    if any(isinstance(norm, LayerNormSpec) for norm in norms):
+        found.append("layer_norm")
+    if any(_needs_activation(layer.mlp) for layer in spec.layers):
+        found.append("activate")
+    return (*found, *_ALWAYS)
+
+
+def _norms_of(layer: LayerSpec) -> tuple[object, ...]:
+    around = (layer.around_mixer, layer.around_mlp)
+    norms = [norm for one in around for norm in (one.before, one.after, one.outer)]
+    return (*norms, layer.mixer.qk_norm)
+
+
+def _needs_activation(mlp: FeedForwardSpec) -> bool:
+    """SiLU with a gate is an epilogue of linears."""
+    return not (isinstance(mlp, MLPSpec) and mlp.activation == "silu")

@@ -17,6 +17,7 @@ import torch
 
 _DEFINITIONS = (
     "octavo.ops.norm",
+    "octavo.ops.activation",
     "octavo.ops.linear",
     "octavo.ops.quantized",
     "octavo.ops.rows",

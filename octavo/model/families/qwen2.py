@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from octavo.model.families.family import Family, build_decoder
+from octavo.model.families.family import Family, build_decoder, read_gqa, read_mlp
 from octavo.model.families.reading import ConfigReader
 from octavo.model.spec import DecoderSpec
 
@@ -19,7 +20,11 @@ def window_of(config: ConfigReader) -> Callable[[int], int | None]:
 
 
 def build(config: ConfigReader) -> DecoderSpec:
-    return build_decoder(config, qkv_bias=True, window=window_of(config))
+    gqa, longest = read_gqa(config, qkv_bias=True)
+    window, mlp = window_of(config), read_mlp(config)
+    return build_decoder(
+        config, lambda layer: replace(gqa, window=window(layer)), lambda layer: mlp, longest
+    )
 
 
 FAMILY = Family(("Qwen2ForCausalLM",), ("qwen2",), build)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from octavo.model.spec import (
+    Activation,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
-    NormSpec,
+    RMSNormSpec,
     RopeScaling,
     RopeSpec,
     TensorScaling,
@@ -72,13 +73,25 @@ class ConfigReader:
         return value
 
 
-def read_activation(config: ConfigReader) -> None:
-    """The gated MLP of today's families is SiLU only ("swish" is its other name)."""
-    config.choice("hidden_act", ("silu", "swish"), "silu")
+# What config.json calls an activation -> ours.
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 
 
-def read_norm(config: ConfigReader) -> NormSpec:
-    return NormSpec(config.number("rms_norm_eps", 1e-6))
+def read_activation(
+    config: ConfigReader, key: str = "hidden_act", default: str = "silu"
+) -> Activation:
+    return ACTIVATIONS[config.choice(key, ACTIVATIONS, default)]
+
+
+def read_norm(config: ConfigReader) -> RMSNormSpec:
+    return RMSNormSpec(config.number("rms_norm_eps", 1e-6))
 
 
 def read_head_dim(config: ConfigReader, num_heads: int) -> int:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from octavo.checkpoint.gguf import GGUFFile, GGUFTensor
 from octavo.model.families.family import Family
+from octavo.model.families.names import Stored, find
 from octavo.model.linear import Weight
 from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, grouped
-from octavo.model.loader.source import translate
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
 from octavo.ops.quantized import QuantizedWeight
@@ -42,7 +42,7 @@ class GGUFSource:
         as ``QuantizedWeight``, where the kernels know their type."""
         self.where = str(file.path)
         self.spec = spec
-        self._names = family.gguf_names
+        self.names = family.gguf_names
         self._interleaves = family.gguf_interleaves
         self._file = file
         self.shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
@@ -50,8 +50,8 @@ class GGUFSource:
         self._uploader = uploader
         self._in_groups = in_groups
 
-    def stored_name(self, name: str) -> str:
-        return translate(name, self._names)
+    def stored(self, name: str) -> Stored:
+        return find(name, self.names)
 
     def count_groups(self) -> tuple[int, int]:
         matrices = [t.type.name in KINDS for t in self._file.tensors.values() if len(t.shape) == 2]
@@ -66,14 +66,20 @@ class GGUFSource:
             size = bytes_per_value({self._kind(name) for name in shapes})
         return int(sum(map(math.prod, shapes.values())) * size)
 
-    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Weight]:
-        stored = self._file.tensors[self.stored_name(name)]
+    def fetch(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
+    ) -> Callable[[], Weight]:
+        stored = self._file.tensors[self.stored(name).name]
         kind = stored.type.name
+        row = stored.num_bytes // stored.shape[0]
+        mine = slice(first * row, (first + shape[0]) * row)
         if self.keeps_groups(name):
-            return lambda: self._grouped(name, stored, shape)
+            return lambda: self._grouped(name, stored, mine, shape)
         if self._uploader is None or not _is_decoded_here(kind):
-            return lambda: self._in_order(name, self._decoded(stored, dtype).view(shape))
-        raw = self._uploader.begin(self._file.path, stored.offset, stored.num_bytes)
+            return lambda: self._in_order(name, self._decoded(stored, mine, dtype).view(shape))
+        raw = self._uploader.begin(
+            self._file.path, stored.offset + mine.start, mine.stop - mine.start
+        )
         return lambda: self._in_order(name, _decode(raw(), kind, dtype).view(shape))
 
     def close(self) -> None:
@@ -82,14 +88,16 @@ class GGUFSource:
 
     def _kind(self, name: str) -> str:
         """The GGML type of our tensor ``name``."""
-        return self._file.tensors[self.stored_name(name)].type.name
+        return self._file.tensors[self.stored(name).name].type.name
 
-    def _grouped(self, name: str, stored: GGUFTensor, shape: tuple[int, ...]) -> QuantizedWeight:
-        raw = torch.from_numpy(self._file.copied(stored.name))
+    def _grouped(
+        self, name: str, stored: GGUFTensor, mine: slice, shape: tuple[int, ...]
+    ) -> QuantizedWeight:
+        raw = torch.from_numpy(self._file.copied(stored.name)[mine])
         return self._in_order(name, grouped(raw, stored.type.name, shape))
 
-    def _decoded(self, stored: GGUFTensor, dtype: torch.dtype) -> Tensor:
-        raw = self._file.copied(stored.name)
+    def _decoded(self, stored: GGUFTensor, mine: slice, dtype: torch.dtype) -> Tensor:
+        raw = self._file.copied(stored.name)[mine]
         values = dequantize(raw, stored.type.name, stored.name, self.where, dtype)
         return values.to(self._uploader.device) if self._uploader else values
 

@@ -11,7 +11,7 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.checkpoint.mapped import forget
 from octavo.model.families.family import Family
-from octavo.model.loader.source import translate
+from octavo.model.families.names import Stored, find
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
@@ -34,12 +34,18 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class FileTensor:
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+
+    def rows(self, first: int, shape: tuple[int, ...]) -> FileTensor:
+        """So many of its rows, from ``first`` on."""
+        row = self.num_bytes // self.shape[0]
+        offset, num_bytes = self.offset + first * row, shape[0] * row
+        return replace(self, shape=shape, offset=offset, num_bytes=num_bytes)
 
 
 class SafetensorsSource:
@@ -49,15 +55,18 @@ class SafetensorsSource:
         """``uploader``: to the device that is not the CPU."""
         self.where = str(path)
         self.spec = spec
-        self._names = family.hf_names
-        self._stored = read_headers(path)
-        self.shapes = {name: stored.shape for name, stored in self._stored.items()}
-        self.dtype = _commonest(self._stored)
+        self.names = family.hf_names
+        self._tensors = read_headers(path)
+        self._base = family.base
+        self._bare = not any(name.startswith(family.base) for name in self._tensors)
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.dtype = _commonest(self._tensors)
         self._uploader = uploader
         self._maps: dict[Path, mmap.mmap] = {}
 
-    def stored_name(self, name: str) -> str:
-        return translate(name, self._names)
+    def stored(self, name: str) -> Stored:
+        place = find(name, self.names)
+        return replace(place, name=place.name.removeprefix(self._base)) if self._bare else place
 
     def count_groups(self) -> tuple[int, int]:
         return 0, 0
@@ -68,40 +77,56 @@ class SafetensorsSource:
     def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
         return sum(map(math.prod, shapes.values())) * dtype.itemsize
 
-    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
-        stored = self._stored[self.stored_name(name)]
-        if stored.dtype not in _DTYPES:
+    def fetch(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
+    ) -> Callable[[], Tensor]:
+        place = self.stored(name)
+        tensor = self._tensors[place.name]
+        if tensor.dtype not in _DTYPES:
             raise ConfigError(
-                f"{stored.file}: {self.stored_name(name)} is {stored.dtype}; "
+                f"{tensor.file}: {place.name} is {tensor.dtype}; "
                 f"this version reads {', '.join(_DTYPES)}"
             )
-        kind = _DTYPES[stored.dtype]
+        turned = place.transposed and len(shape) == 2  # of which all is read
+        if not turned:
+            tensor = tensor.rows(first, shape)
+
+        def ours(values: Tensor) -> Tensor:
+            values = values.view(_DTYPES[tensor.dtype]).view(tensor.shape)
+            if turned:
+                values = values[:, first : first + shape[0]].t()
+            return values.float().add_(place.plus) if place.plus else values
+
         if self._uploader is None:
-            return lambda: self._copied(stored, dtype).view(shape)
-        raw = self._uploader.begin(stored.file, stored.offset, stored.num_bytes)
-        return lambda: raw().view(kind).view(shape).to(dtype)
+            return lambda: self._copied(tensor, ours, dtype)
+        raw = self._uploader.begin(tensor.file, tensor.offset, tensor.num_bytes)
+        return lambda: ours(raw()).to(dtype).contiguous()
 
     def close(self) -> None:
         self._maps.clear()
         if self._uploader is not None:
             self._uploader.close()
 
-    def _copied(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """Flat, in memory of its own; the file's pages no longer count as this process's."""
-        data = self._maps.get(stored.file)
+    def _copied(
+        self, tensor: FileTensor, ours: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        """``ours`` of the stored bytes, in memory of its own; the file's pages no longer count as
+        this process's."""
+        data = self._maps.get(tensor.file)
         if data is None:
-            with stored.file.open("rb") as file:
+            with tensor.file.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._maps[stored.file] = data
-        kind, count = _DTYPES[stored.dtype], math.prod(stored.shape)
-        values = torch.frombuffer(data, dtype=kind, count=count, offset=stored.offset)
-        copy = values.to(dtype, copy=True)
+            self._maps[tensor.file] = data
+        kind = _DTYPES[tensor.dtype]
+        count = tensor.num_bytes // kind.itemsize
+        values = torch.frombuffer(data, dtype=kind, count=count, offset=tensor.offset)
+        copy = ours(values).to(dtype, copy=True, memory_format=torch.contiguous_format)
         del values
-        forget(data, stored.offset, stored.num_bytes)
+        forget(data, tensor.offset, tensor.num_bytes)
         return copy
 
 
-def _commonest(tensors: Mapping[str, Stored]) -> torch.dtype | None:
+def _commonest(tensors: Mapping[str, FileTensor]) -> torch.dtype | None:
     """By bytes: norms are often kept in FP32 beside 16-bit matrices."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
@@ -135,10 +160,10 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return files
 
 
-def read_headers(directory: Path) -> dict[str, Stored]:
+def read_headers(directory: Path) -> dict[str, FileTensor]:
     """Every stored tensor by name. Raises ConfigError for a truncated or damaged file and for a
     tensor that two files hold."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, FileTensor] = {}
     for file in checkpoint_files(directory):
         for name, stored in _read_header(file).items():
             if name in tensors:
@@ -150,7 +175,7 @@ def read_headers(directory: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _read_header(file: Path) -> dict[str, Stored]:
+def _read_header(file: Path) -> dict[str, FileTensor]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -164,7 +189,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
         tensors = {}
         for name, entry in header.items():
             low, high = entry["data_offsets"]
-            tensors[name] = Stored(
+            tensors[name] = FileTensor(
                 file, entry["dtype"], tuple(entry["shape"]), 8 + length + low, high - low
             )
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from octavo.model.families.family import HARMLESS
+from octavo.model.families.names import HARMLESS, Names, Stored, place_of
 from octavo.model.linear import Weight
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
@@ -33,8 +33,12 @@ class WeightSource(Protocol):
     @property
     def dtype(self) -> torch.dtype | None: ...
 
-    def stored_name(self, name: str) -> str:
-        """The checkpoint's name of our tensor ``name`` (``layers.3.q.weight``)."""
+    @property
+    def names(self) -> Names:
+        """Where the checkpoint keeps our parameters."""
+
+    def stored(self, name: str) -> Stored:
+        """Where our tensor ``name`` (``layers.3.q.weight``) lies, suffix included."""
 
     def count_groups(self) -> tuple[int, int]:
         """How many of the stored matrices come as ``QuantizedWeight``, and how many could have, had
@@ -46,48 +50,53 @@ class WeightSource(Protocol):
     def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
         """What our tensors of these names and shapes take, fused into one linear's weight."""
 
-    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Weight]:
-        """Starts to bring our tensor ``name`` to the device. The call returned gives it, converted,
-        in memory of its own."""
+    def fetch(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
+    ) -> Callable[[], Weight]:
+        """Starts to bring our tensor ``name`` to the device: what is stored from output ``first``
+        on. The call returned gives it, converted, in memory of its own."""
 
     def close(self) -> None:
         """Gives back what fetching needed."""
 
 
-def translate(name: str, names: Mapping[str, str]) -> str:
-    """``layers.3.q.weight`` -> the name that ``names`` gives ``layers.{i}.q``, with its suffix."""
-    stem, _, suffix = name.rpartition(".")
-    layer = re.match(r"layers\.(\d+)\.", stem)
-    if layer:
-        stem = stem.replace(layer[0], "layers.{i}.")
-        return names[stem].replace("{i}", layer[1]) + "." + suffix
-    return names[stem] + "." + suffix
-
-
-def check_complete(source: WeightSource, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Every parameter is there once, with its shape, and nothing is left over. ``wanted``: ours."""
+def check_complete(source: WeightSource, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Every parameter is there once, with its shape, and nothing is left over. ``wanted``: ours.
+    Parameters that share a stored tensor must fill it. Returns where in it those begin that are not
+    the first, counted in outputs."""
     if source.shapes is None:
-        return
-    by_stored = {source.stored_name(name): shape for name, shape in wanted.items()}
-    missing = [name for name in by_stored if name not in source.shapes]
+        return {}
+    firsts: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in sorted(wanted, key=lambda name: place_of(name, source.names)):
+        stored, (rows, *rest) = source.stored(name), wanted[name]
+        if stored.name in shapes:
+            firsts[name] = shapes[stored.name][0]
+        shapes[stored.name] = (firsts.get(name, 0) + rows, *rest)
+    for name in wanted.keys() - firsts.keys():
+        stored = source.stored(name)
+        if stored.transposed:
+            shapes[stored.name] = shapes[stored.name][::-1]
+    missing = [name for name in shapes if name not in source.shapes]
     if missing:
         raise ConfigError(f"{source.where}: tensors are missing: {_listed(missing)}")
     wrong = [
         f"{name} is {list(source.shapes[name])}, the config says {list(shape)}"
-        for name, shape in by_stored.items()
+        for name, shape in shapes.items()
         if tuple(source.shapes[name]) != tuple(shape)
     ]
     if wrong:
         raise ConfigError(f"{source.where}: wrong shapes: {_listed(wrong, '; ')}")
-    unused = list(_unused(source, by_stored))
+    unused = list(_unused(source, shapes))
     if unused:
         raise ConfigError(
             f"{source.where}: tensors this architecture does not use: {_listed(unused)}"
         )
+    return firsts
 
 
 def _unused(source: WeightSource, used: Mapping[str, object]) -> Iterator[str]:
-    tied = source.stored_name("head.weight") if source.spec.tied_embeddings else None
+    tied = source.stored("head.weight").name if source.spec.embedding.tied else None
     for name in source.shapes or ():
         if name not in used and name != tied and not _HARMLESS.fullmatch(name):
             yield name
