@@ -99,6 +99,8 @@ class Embedding:
         if self.project:
             hidden = self.project[1](hidden)
         logits: Tensor = self.head(hidden)
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
         cap = self.spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -106,7 +108,8 @@ class Embedding:
         """hidden: [r, hidden]. The first of each row's largest logits, int64 [r]; where some are no
         numbers, which one is not said."""
         largest = getattr(self.head.apply, "largest", None)
-        if largest is None or self.project or self.spec.logit_softcap is not None:
+        changed = self.spec.logit_softcap is not None or self.spec.logit_scale != 1.0
+        if largest is None or self.project or changed:
             return most_likely(self.logits(hidden))
         found: Tensor = largest(hidden)
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from octavo.model.attention import Attention
@@ -62,8 +63,8 @@ class FeedForward(Part, Protocol):
 
 
 class Residual:
-    """x -> outer(x + after(f(before(x)))), in two steps: ``enter`` is before(x), ``leave`` the
-    rest. Where no norm stands between ``f`` and the sum, ``f`` adds (``epilogue``)."""
+    """x -> outer(x + scale * after(f(before(x)))), in two steps: ``enter`` is before(x), ``leave``
+    the rest. Where nothing stands between ``f`` and the sum, ``f`` adds (``epilogue``)."""
 
     def __init__(
         self,
@@ -79,14 +80,20 @@ class Residual:
         ]
         self.before, self.after, self.outer = found
         self.norms: list[Norm] = [norm for norm in found if norm]
-        self.epilogue: Epilogue = "add" if self.after is None else "none"
+        self.scale = spec.scale
+        plain = self.after is None and self.scale == 1.0
+        self.epilogue: Epilogue = "add" if plain else "none"
 
     def enter(self, x: Tensor) -> Tensor:
         return self.before(x) if self.before else x
 
     def leave(self, x: Tensor, function: Callable[..., Tensor], inner: Tensor) -> Tensor:
-        """``function(inner, x)`` or its equivalent; x, which may be written over: the residual."""
-        x = function(inner, x) if self.after is None else x + self.after(function(inner))
+        """``function``: f, of ``inner``; x, which may be written over: the residual."""
+        if self.epilogue == "add":
+            x = function(inner, x)
+        else:
+            y = function(inner)
+            x = torch.add(x, self.after(y) if self.after else y, alpha=self.scale)
         return self.outer(x) if self.outer else x
 
 

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.model.spec import (
+    BY_LENGTH,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RopeSpec,
     TensorScaling,
     YarnScaling,
@@ -22,8 +24,8 @@ class Rope:
     """cos and sin of any positions on ``device``; an ``octavo.ops.attention.Rope``. Pairs that do
     not turn (all of them where ``spec`` is None) come last, with cos 1 and sin 0.
 
-    With ``DynamicScaling`` the frequencies follow the context length of the step that computes a
-    token, and its key keeps them: as transformers' ``generate`` does with a cache.
+    With ``DynamicScaling`` and ``LongRopeScaling`` the frequencies follow the context length of the
+    step that computes a token, and its key keeps them: as in transformers with a cache.
 
     ``max_position``: positions a context may have. ``factors``: FP32 [dim / 2], the checkpoint's
     divisors for ``TensorScaling``.
@@ -55,6 +57,10 @@ class Rope:
         elif isinstance(scaling, TensorScaling):
             assert factors is not None
             frequencies = frequencies / factors.cpu()
+        elif isinstance(scaling, LongRopeScaling):
+            self._long = (frequencies / torch.tensor(scaling.long)).to(device)
+            frequencies = frequencies / torch.tensor(scaling.short)
+            self.attention_factor = scaling.attention_factor
         self.frequencies = frequencies.to(device)
         self._exponents = _exponents(self._dim).to(device)
 
@@ -63,6 +69,9 @@ class Rope:
         frequencies: Tensor = self.frequencies
         if isinstance(self._scaling, DynamicScaling):
             frequencies = self._dynamic(self._scaling, lengths)
+        elif isinstance(self._scaling, LongRopeScaling):
+            beyond = (lengths > self._scaling.original)[:, None]
+            frequencies = torch.where(beyond, self._long, self.frequencies)
         angles = positions[:, None].float() * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:
@@ -73,8 +82,8 @@ class Rope:
 
     def table(self, length: int, device: torch.device) -> Tensor | None:
         """cos, then sin of the first ``length`` positions, FP32 [length, head_dim]. Made once, so
-        not while a CUDA graph is captured. None with ``DynamicScaling``."""
-        if isinstance(self._scaling, DynamicScaling):
+        not while a CUDA graph is captured. None where they depend on the context's length."""
+        if isinstance(self._scaling, BY_LENGTH):
             return None
         if (length, device) not in self._tables:
             positions = torch.arange(length, device=self.frequencies.device)

@@ -31,15 +31,16 @@ NormSpec = RMSNormSpec | LayerNormSpec
 
 @dataclass(frozen=True)
 class ResidualSpec:
-    """The way around a mixer or an MLP ``f``: x becomes outer(x + after(f(before(x)))).
+    """The way around a mixer or an MLP ``f``: x becomes outer(x + scale * after(f(before(x)))).
 
     Llama has ``before`` alone, Gemma 2 ``before`` and ``after``, OLMo 2 ``after``, the transformer
-    of 2017 ``outer``.
+    of 2017 ``outer``; Granite (and MiniCPM) scale.
     """
 
     before: NormSpec | None = None
     after: NormSpec | None = None
     outer: NormSpec | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,23 @@ class TensorScaling:
     """Each frequency divided by an entry of a checkpoint tensor (GGUF's ``rope_freqs.weight``)."""
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | TensorScaling
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """Each frequency divided by a factor of its own: one of ``short`` in a context of up to
+    ``original`` positions, of ``long`` beyond (Ding et al. 2024). ``attention_factor`` multiplies
+    cos and sin."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original: int
+    attention_factor: float
+
+
+RopeScaling = (
+    LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | TensorScaling
+)
+# With these a token turns by the length that its context has in the step that computes it.
+BY_LENGTH = (DynamicScaling, LongRopeScaling)
 
 
 @dataclass(frozen=True)
@@ -175,8 +192,8 @@ class EmbeddingSpec:
 @dataclass(frozen=True)
 class DecoderSpec:
     """``norm``: before the head; None: there is none. ``max_position``: the longest context the
-    positions support, a rope's scaling included. ``logit_softcap``: logits z become
-    softcap * tanh(z / softcap)."""
+    positions support, a rope's scaling included. ``logit_scale`` multiplies logits; with
+    ``logit_softcap`` logits z become softcap * tanh(z / softcap)."""
 
     architecture: str
     vocab_size: int
@@ -185,4 +202,5 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     norm: NormSpec | None
     max_position: int
+    logit_scale: float = 1.0
     logit_softcap: float | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from octavo.model.spec import (
+    BY_LENGTH,
     DecoderSpec,
-    DynamicScaling,
     FeedForwardSpec,
     LayerNormSpec,
     LayerSpec,
@@ -44,11 +44,12 @@ def choose_versions(
             "9.0 and --dtype bfloat16 or float16, or octavo's own kernels on a CPU with --dtype "
             "float32 (or bfloat16, with AVX512_BF16 and without AMX)"
         )
-    ropes = [layer.mixer.rope for layer in spec.layers]
-    if deterministic and any(rope and isinstance(rope.scaling, DynamicScaling) for rope in ropes):
+    scalings = [layer.mixer.rope.scaling for layer in spec.layers if layer.mixer.rope]
+    if deterministic and any(isinstance(scaling, BY_LENGTH) for scaling in scalings):
         raise ConfigError(
-            "--deterministic: this model's rope_scaling, dynamic, turns a token by the length its "
-            "context has in the step that computes it, so results depend on how a prompt is cut"
+            "--deterministic: this model's rope_scaling (dynamic or longrope) turns a token by the "
+            "length its context has in the step that computes it, so results depend on how a "
+            "prompt is cut"
         )
     return {op: versions[-1] for op, versions in found.items()}
 

@@ -14,6 +14,29 @@ from tests.model.running import (
     write_checkpoint,
 )
 
+GEMMA2 = {
+    "head_dim": 24,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 24,
+    "final_logit_softcapping": 5.0,
+    "attn_logit_softcapping": 4.0,
+}
+GEMMA3 = {
+    "head_dim": 24,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 4,
+    "sliding_window": 24,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 20,
+    "vocab_size": 331,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 4.0,
+}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -27,6 +50,52 @@ FAMILIES = {
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "gemma": ("Gemma", {"head_dim": 24, "tie_word_embeddings": True, "vocab_size": 331}),
+    "gemma-untied": ("Gemma", {"head_dim": 24, "hidden_act": "gelu"}),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2-plain": (
+        "Gemma2",
+        {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-linear": (
+        "Gemma3",
+        {
+            **GEMMA3,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "final_logit_softcapping": 20.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "phi3": ("Phi3", {"vocab_size": 333}),
+    "phi3-window": ("Phi3", {"sliding_window": 24, "tie_word_embeddings": True}),
+    "phi3-partial": ("Phi3", {"partial_rotary_factor": 0.75}),
+    "gpt2": ("GPT2", {"tie_word_embeddings": True, "vocab_size": 331}),
+    "gpt2-untied": (
+        "GPT2",
+        {
+            "n_inner": 104,
+            "scale_attn_by_inverse_layer_idx": True,
+            "activation_function": "gelu_pytorch_tanh",
+        },
+    ),
+    "gpt2-unscaled": ("GPT2", {"scale_attn_weights": False, "activation_function": "gelu"}),
+    "opt": ("OPT", {"ffn_dim": 96, "tie_word_embeddings": True, "vocab_size": 331}),
+    "opt-untied": ("OPT", {"ffn_dim": 96, "activation_function": "gelu", "enable_bias": False}),
+    "opt-after-narrow": (
+        "OPT",
+        {
+            "ffn_dim": 96,
+            "do_layer_norm_before": False,
+            "word_embed_proj_dim": 40,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {"vocab_size": 331}),
+    "olmo2-tied": ("Olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    "granite": ("Granite", {**GRANITE, "tie_word_embeddings": True}),
+    "granite-biases": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     # T47c: head sizes that hidden_size / heads does not give
     "heads-times-dim-above-hidden": ("Llama", {"head_dim": 24}),
     "heads-times-dim-below-hidden": ("Llama", {"head_dim": 8}),

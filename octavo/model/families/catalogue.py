@@ -5,11 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.model.families import llama, mistral, qwen2, qwen3
+from octavo.model.families import (
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from octavo.model.families.family import Family
 from octavo.types import ConfigError
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    gemma.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    phi3.FAMILY,
+    gpt2.FAMILY,
+    opt.FAMILY,
+    olmo2.FAMILY,
+    granite.FAMILY,
+)
 
 
 def supported_architectures() -> list[str]:

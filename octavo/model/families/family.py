@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.model.families.names import GGUF_NAMES, HF_NAMES, Names
 from octavo.model.families.reading import (
@@ -24,6 +24,8 @@ from octavo.model.spec import (
     MLPSpec,
     NormSpec,
     ResidualSpec,
+    RMSNormSpec,
+    RopeSpec,
 )
 
 
@@ -50,12 +52,13 @@ def build_decoder(
     *,
     norm: NormSpec | None = None,
     around: ResidualSpec | None = None,
+    final_norm: bool = True,
     embedding: EmbeddingSpec | None = None,
+    logit_scale: float = 1.0,
     logit_softcap: float | None = None,
 ) -> DecoderSpec:
     """A decoder of layers whose ``mixer`` and ``mlp`` are given by their index. ``longest``: the
-    longest context. By default one RMS norm before each part, ``norm`` at the end too, and a plain
-    embedding."""
+    longest context. ``norm``: before the head, and by default before each part (None: RMS)."""
     norm = norm or read_norm(config)
     around = around or ResidualSpec(before=norm)
     return DecoderSpec(
@@ -67,8 +70,9 @@ def build_decoder(
             LayerSpec(mixer(layer), mlp(layer), around, around)
             for layer in range(config.integer("num_hidden_layers"))
         ),
-        norm=norm,
+        norm=norm if final_norm else None,
         max_position=longest,
+        logit_scale=logit_scale,
         logit_softcap=logit_softcap,
     )
 
@@ -78,31 +82,42 @@ def read_embedding(config: ConfigReader, tied: bool = False) -> EmbeddingSpec:
     return EmbeddingSpec(config.integer("hidden_size"), config.boolean("tie_word_embeddings", tied))
 
 
+def no_rope(config: ConfigReader, head_dim: int) -> tuple[None, int]:
+    return None, config.integer("max_position_embeddings")
+
+
 def read_gqa(
     config: ConfigReader,
     *,
     head_dim: int | None = None,
+    rope: Callable[[ConfigReader, int], tuple[RopeSpec | None, int]] = read_rope,
     qkv_bias: bool = False,
     out_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: RMSNormSpec | None = None,
 ) -> tuple[GQASpec, int]:
-    """Grouped-query attention with a rope, without a window, and the longest context. ``head_dim``
-    is the family's default; None: hidden / heads."""
+    """Grouped-query attention without a window, and the longest context. ``head_dim`` is the
+    family's default; None: hidden / heads. ``rope`` reads the rope and that length."""
     heads = config.integer("num_attention_heads")
     dim = read_head_dim(config, heads) if head_dim is None else config.integer("head_dim", head_dim)
-    rope, longest = read_rope(config, dim)
+    turning, longest = rope(config, dim)
     return (
         GQASpec(
             num_heads=heads,
             num_kv_heads=read_kv_heads(config, heads),
             head_dim=dim,
-            rope=rope,
+            rope=turning,
             qkv_bias=qkv_bias,
             out_bias=out_bias,
-            qk_norm=read_norm(config) if qk_norm else None,
+            qk_norm=qk_norm,
         ),
         longest,
     )
+
+
+def read_mha(config: ConfigReader, bias: bool) -> tuple[GQASpec, int]:
+    """As many heads of k and v as of q, no rope; the longest context is that of the positions."""
+    gqa, longest = read_gqa(config, rope=no_rope, qkv_bias=bias, out_bias=bias)
+    return replace(gqa, num_kv_heads=gqa.num_heads), longest
 
 
 def read_mlp(config: ConfigReader, bias: bool = False) -> MLPSpec:

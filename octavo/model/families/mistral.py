@@ -13,7 +13,7 @@ DEFAULT_WINDOW = 4096  # where the key is absent; null means no window
 
 def build(config: ConfigReader) -> DecoderSpec:
     gqa, longest = read_gqa(config)
-    if config.has("sliding_window") or "sliding_window" not in config.values:
+    if not config.is_null("sliding_window"):
         gqa = replace(gqa, window=config.integer("sliding_window", DEFAULT_WINDOW))
     mlp = read_mlp(config)
     return build_decoder(config, lambda layer: gqa, lambda layer: mlp, longest)

@@ -88,4 +88,5 @@ HARMLESS = (
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     r"model\.rotary_emb\.inv_freq",
     r"model\.layers\.\d+\.self_attn\.(masked_bias|attn\.bias)",
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
 )
