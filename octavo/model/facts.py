@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from octavo.checkpoint.gguf import GGUFFile
 from octavo.checkpoint.json_file import read_object
 from octavo.model.families.catalogue import family_of
@@ -43,7 +45,13 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
     """An opened GGUF file's metadata in the words of a config.json."""
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    return config_from_gguf(file.metadata, shapes, str(file.path))
+
+    def vector(name: str) -> list[float]:
+        if (kind := file.tensors[name].type.name) != "F32":
+            raise ConfigError(f"{file.path}: {name} is of type {kind}, not F32")
+        return [float(value) for value in file.raw(name).view(np.float32)]
+
+    return config_from_gguf(file.metadata, shapes, vector, str(file.path))
 
 
 def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> DecoderSpec:

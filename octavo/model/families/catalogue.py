@@ -58,11 +58,11 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     )
 
 
-def architecture_of_gguf(name: str, where: str) -> str:
-    """The config.json name of a GGUF ``general.architecture``."""
+def family_of_gguf(name: str, where: str) -> Family:
+    """By a GGUF ``general.architecture``."""
     for family in FAMILIES:
         if name in family.gguf_architectures:
-            return family.architectures[0]
+            return family
     known = [gguf for family in FAMILIES for gguf in family.gguf_architectures]
     raise ConfigError(
         f"{where}: GGUF architecture {name!r} is not supported; supported are " + ", ".join(known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from octavo.model.families.names import GGUF_NAMES, HF_NAMES, Names
 from octavo.model.families.reading import (
@@ -33,7 +34,8 @@ from octavo.model.spec import (
 class Family:
     """``gguf_interleaves``: the GGUF converter reorders q and k rows from halves (i, i + d/2) to
     neighbours (2i, 2i + 1); the loader puts them back. ``base``: what a checkpoint's names begin
-    with, but for the head's; a model that was saved without its head lacks it."""
+    with, but for the head's; a model that was saved without its head lacks it. ``from_gguf``
+    completes a config made of GGUF metadata with what llama.cpp knows without being told."""
 
     architectures: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
@@ -42,6 +44,7 @@ class Family:
     hf_names: Names = field(default_factory=lambda: HF_NAMES)
     gguf_names: Names = field(default_factory=lambda: GGUF_NAMES)
     base: str = "model."
+    from_gguf: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
 def build_decoder(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from octavo.model.families.family import Family, build_decoder, read_gqa
-from octavo.model.families.names import HF_NAMES, Names, Stored
+from octavo.model.families.names import HF_NAMES, Names, Place
 from octavo.model.families.reading import ConfigReader, read_activation
 from octavo.model.spec import DecoderSpec, EmbeddingSpec, MLPSpec
 
 
-def less_one(names: Names) -> dict[str, str | Stored]:
+def less_one(names: Names) -> dict[str, str | Place]:
     """``names`` with norms that are stored less 1. A GGUF file has them whole."""
     return {
-        key: Stored(name, plus=1.0) if key.endswith("norm") and isinstance(name, str) else name
+        key: Place(name, plus=1.0) if key.endswith("norm") and isinstance(name, str) else name
         for key, name in names.items()
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from octavo.model.families.family import Family, build_decoder, read_gqa
 from octavo.model.families.gemma import less_one, read_attention_bias, read_gemma_embedding
@@ -32,6 +34,16 @@ def read_gemma_mlp(config: ConfigReader) -> MLPSpec:
     return MLPSpec(config.integer("intermediate_size"), activation=activation)
 
 
+def scale_of_gguf(config: dict[str, Any], largest: int) -> dict[str, Any]:
+    """GGUF does not say what scores are scaled by: llama.cpp knows the 27B model, by its count of
+    layers, as the only one whose number is not head_dim."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    scalar = config.get("head_dim", 256)
+    if config["num_hidden_layers"] == largest:
+        scalar = hidden // heads
+    return {**config, "query_pre_attn_scalar": scalar}
+
+
 def build(config: ConfigReader) -> DecoderSpec:
     bias = read_attention_bias(config)
     gqa, longest = read_gqa(config, head_dim=256, qkv_bias=bias, out_bias=bias)
@@ -57,4 +69,5 @@ FAMILY = Family(
     build,
     hf_names=less_one({**HF_NAMES, **SANDWICH}),
     gguf_names={**GGUF_NAMES, **GGUF_SANDWICH},
+    from_gguf=partial(scale_of_gguf, largest=46),
 )

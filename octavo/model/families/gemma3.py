@@ -5,10 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from octavo.model.families.family import Family, build_decoder, no_rope, read_gqa
 from octavo.model.families.gemma import less_one, read_attention_bias, read_gemma_embedding
-from octavo.model.families.gemma2 import GGUF_SANDWICH, SANDWICH, read_gemma_mlp, read_scale
+from octavo.model.families.gemma2 import (
+    GGUF_SANDWICH,
+    SANDWICH,
+    read_gemma_mlp,
+    read_scale,
+    scale_of_gguf,
+)
 from octavo.model.families.names import GGUF_NAMES, HF_NAMES
 from octavo.model.families.reading import ConfigReader, read_norm, read_rope, read_windows
 from octavo.model.spec import DecoderSpec, ResidualSpec, RopeSpec
@@ -37,6 +44,12 @@ def read_ropes(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]
         }
         found.append(read_rope(ConfigReader(values, config.where), head_dim)[0])
     return found[0], found[1]
+
+
+def from_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """Without a window in the metadata no layer has one."""
+    pattern = {} if config["sliding_window"] else {"sliding_window_pattern": 1}
+    return {**scale_of_gguf(config, largest=62), **pattern}
 
 
 def build(config: ConfigReader) -> DecoderSpec:
@@ -70,4 +83,5 @@ FAMILY = Family(
     build,
     hf_names=less_one({**HF_NAMES, **SANDWICH}),
     gguf_names={**GGUF_NAMES, **GGUF_SANDWICH},
+    from_gguf=from_gguf,
 )

@@ -10,7 +10,7 @@ from octavo.model.families.family import (
     read_embedding,
     read_mha,
 )
-from octavo.model.families.names import GGUF_NAMES, Names, Stored
+from octavo.model.families.names import GGUF_NAMES, Names, Place
 from octavo.model.families.phi3 import fused
 from octavo.model.families.reading import ConfigReader, read_activation
 from octavo.model.spec import (
@@ -27,7 +27,7 @@ KEYS = {
     "max_position_embeddings": "n_positions",
     "intermediate_size": "n_inner",
 }
-_QKV = Stored("transformer.h.{i}.attn.c_attn", transposed=True)
+_QKV = Place("transformer.h.{i}.attn.c_attn", transposed=True)
 NAMES: Names = {
     "embed": "transformer.wte",
     "positions": "transformer.wpe",
@@ -36,9 +36,9 @@ NAMES: Names = {
     "layers.{i}.input_norm": "transformer.h.{i}.ln_1",
     "layers.{i}.post_norm": "transformer.h.{i}.ln_2",
     **dict.fromkeys(("layers.{i}.q", "layers.{i}.k", "layers.{i}.v"), _QKV),
-    "layers.{i}.o": Stored("transformer.h.{i}.attn.c_proj", transposed=True),
-    "layers.{i}.up": Stored("transformer.h.{i}.mlp.c_fc", transposed=True),
-    "layers.{i}.down": Stored("transformer.h.{i}.mlp.c_proj", transposed=True),
+    "layers.{i}.o": Place("transformer.h.{i}.attn.c_proj", transposed=True),
+    "layers.{i}.up": Place("transformer.h.{i}.mlp.c_fc", transposed=True),
+    "layers.{i}.down": Place("transformer.h.{i}.mlp.c_proj", transposed=True),
 }
 
 

@@ -16,6 +16,7 @@ from octavo.model.spec import DecoderSpec, ResidualSpec
 
 
 def build(config: ConfigReader) -> DecoderSpec:
+    config.absent("rope_finetuned", True)  # false in GGUF: a model without a rope
     bias, norm = config.boolean("attention_bias", False), read_norm(config)
     gqa, longest = read_gqa(config, qkv_bias=bias, out_bias=bias)
     gqa = replace(gqa, scale=config.number("attention_multiplier", 1.0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Stored:
+class Place:
     """Where a parameter lies: ``name`` in a checkpoint, without its suffix.
 
     Parameters that share a stored tensor lie in it one after the other along its outputs, in the
@@ -21,10 +21,10 @@ class Stored:
     plus: float = 0.0
 
 
-Names = Mapping[str, str | Stored]
+Names = Mapping[str, str | Place]
 
 
-def find(name: str, names: Names) -> Stored:
+def find(name: str, names: Names) -> Place:
     """Where ``layers.3.q.weight`` lies, suffix included, by what ``names`` says of
     ``layers.{i}.q``; a second number in a name is ``{e}``."""
     stem, _, suffix = name.rpartition(".")
@@ -34,7 +34,7 @@ def find(name: str, names: Names) -> Stored:
         stem = stem.replace(f".{number}.", f".{{{key}}}.", 1)
     stored = names[stem]
     if isinstance(stored, str):
-        stored = Stored(stored)
+        stored = Place(stored)
     full = stored.name
     for key, number in found.items():
         full = full.replace(f"{{{key}}}", number)
@@ -89,4 +89,5 @@ HARMLESS = (
     r"model\.rotary_emb\.inv_freq",
     r"model\.layers\.\d+\.self_attn\.(masked_bias|attn\.bias)",
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
+    r"rope_factors_(long|short)\.weight",  # of a GGUF file: read with its metadata
 )

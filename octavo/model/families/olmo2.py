@@ -12,6 +12,7 @@ from octavo.model.spec import DecoderSpec, ResidualSpec
 
 
 def build(config: ConfigReader) -> DecoderSpec:
+    config.absent("sliding_window")  # OLMo 3, which GGUF calls olmo2 too
     bias = config.boolean("attention_bias", False)
     norm = read_norm(config, eps=1e-5)
     gqa, longest = read_gqa(config, qkv_bias=bias, out_bias=bias, qk_norm=norm)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.model.families.names import Names, Stored
+from octavo.model.families.names import Names, Place
 from octavo.model.spec import DecoderSpec
 
 _POOL = 1_000_003  # a prime: tiled rows of any width differ
@@ -43,8 +43,8 @@ class DummySource:
             self._pool = torch.randn(_POOL, generator=self._generator)
             self._offset = 0
 
-    def stored(self, name: str) -> Stored:
-        return Stored(name)
+    def place(self, name: str) -> Place:
+        return Place(name)
 
     def count_groups(self) -> tuple[int, int]:
         return 0, 0

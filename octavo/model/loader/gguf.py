@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.checkpoint.gguf import GGUFFile, GGUFTensor
 from octavo.model.families.family import Family
-from octavo.model.families.names import Stored, find
+from octavo.model.families.names import Place, find
 from octavo.model.linear import Weight
 from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, grouped
 from octavo.model.loader.upload import Uploader
@@ -50,7 +50,7 @@ class GGUFSource:
         self._uploader = uploader
         self._in_groups = in_groups
 
-    def stored(self, name: str) -> Stored:
+    def place(self, name: str) -> Place:
         return find(name, self.names)
 
     def count_groups(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class GGUFSource:
     def fetch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
     ) -> Callable[[], Weight]:
-        stored = self._file.tensors[self.stored(name).name]
+        stored = self._file.tensors[self.place(name).name]
         kind = stored.type.name
         row = stored.num_bytes // stored.shape[0]
         mine = slice(first * row, (first + shape[0]) * row)
@@ -88,7 +88,7 @@ class GGUFSource:
 
     def _kind(self, name: str) -> str:
         """The GGML type of our tensor ``name``."""
-        return self._file.tensors[self.stored(name).name].type.name
+        return self._file.tensors[self.place(name).name].type.name
 
     def _grouped(
         self, name: str, stored: GGUFTensor, mine: slice, shape: tuple[int, ...]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.checkpoint.mapped import forget
 from octavo.model.families.family import Family
-from octavo.model.families.names import Stored, find
+from octavo.model.families.names import Place, find
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
@@ -34,18 +34,12 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class FileTensor:
+class Stored:
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
-
-    def rows(self, first: int, shape: tuple[int, ...]) -> FileTensor:
-        """So many of its rows, from ``first`` on."""
-        row = self.num_bytes // self.shape[0]
-        offset, num_bytes = self.offset + first * row, shape[0] * row
-        return replace(self, shape=shape, offset=offset, num_bytes=num_bytes)
 
 
 class SafetensorsSource:
@@ -56,15 +50,15 @@ class SafetensorsSource:
         self.where = str(path)
         self.spec = spec
         self.names = family.hf_names
-        self._tensors = read_headers(path)
+        self._stored = read_headers(path)
         self._base = family.base
-        self._bare = not any(name.startswith(family.base) for name in self._tensors)
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.dtype = _commonest(self._tensors)
+        self._bare = not any(name.startswith(family.base) for name in self._stored)
+        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+        self.dtype = _commonest(self._stored)
         self._uploader = uploader
         self._maps: dict[Path, mmap.mmap] = {}
 
-    def stored(self, name: str) -> Stored:
+    def place(self, name: str) -> Place:
         place = find(name, self.names)
         return replace(place, name=place.name.removeprefix(self._base)) if self._bare else place
 
@@ -80,8 +74,8 @@ class SafetensorsSource:
     def fetch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
     ) -> Callable[[], Tensor]:
-        place = self.stored(name)
-        tensor = self._tensors[place.name]
+        place = self.place(name)
+        tensor = self._stored[place.name]
         if tensor.dtype not in _DTYPES:
             raise ConfigError(
                 f"{tensor.file}: {place.name} is {tensor.dtype}; "
@@ -89,13 +83,13 @@ class SafetensorsSource:
             )
         turned = place.transposed and len(shape) == 2  # of which all is read
         if not turned:
-            tensor = tensor.rows(first, shape)
+            tensor = _rows(tensor, first, shape)
 
         def ours(values: Tensor) -> Tensor:
             values = values.view(_DTYPES[tensor.dtype]).view(tensor.shape)
             if turned:
                 values = values[:, first : first + shape[0]].t()
-            return values.float().add_(place.plus) if place.plus else values
+            return values.float() + place.plus if place.plus else values
 
         if self._uploader is None:
             return lambda: self._copied(tensor, ours, dtype)
@@ -108,7 +102,7 @@ class SafetensorsSource:
             self._uploader.close()
 
     def _copied(
-        self, tensor: FileTensor, ours: Callable[[Tensor], Tensor], dtype: torch.dtype
+        self, tensor: Stored, ours: Callable[[Tensor], Tensor], dtype: torch.dtype
     ) -> Tensor:
         """``ours`` of the stored bytes, in memory of its own; the file's pages no longer count as
         this process's."""
@@ -126,7 +120,14 @@ class SafetensorsSource:
         return copy
 
 
-def _commonest(tensors: Mapping[str, FileTensor]) -> torch.dtype | None:
+def _rows(tensor: Stored, first: int, shape: tuple[int, ...]) -> Stored:
+    """``shape[0]`` of its rows, from ``first`` on."""
+    row = tensor.num_bytes // tensor.shape[0]
+    offset, num_bytes = tensor.offset + first * row, shape[0] * row
+    return replace(tensor, shape=shape, offset=offset, num_bytes=num_bytes)
+
+
+def _commonest(tensors: Mapping[str, Stored]) -> torch.dtype | None:
     """By bytes: norms are often kept in FP32 beside 16-bit matrices."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
@@ -160,10 +161,10 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return files
 
 
-def read_headers(directory: Path) -> dict[str, FileTensor]:
+def read_headers(directory: Path) -> dict[str, Stored]:
     """Every stored tensor by name. Raises ConfigError for a truncated or damaged file and for a
     tensor that two files hold."""
-    tensors: dict[str, FileTensor] = {}
+    tensors: dict[str, Stored] = {}
     for file in checkpoint_files(directory):
         for name, stored in _read_header(file).items():
             if name in tensors:
@@ -175,7 +176,7 @@ def read_headers(directory: Path) -> dict[str, FileTensor]:
     return tensors
 
 
-def _read_header(file: Path) -> dict[str, FileTensor]:
+def _read_header(file: Path) -> dict[str, Stored]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -189,7 +190,7 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
         tensors = {}
         for name, entry in header.items():
             low, high = entry["data_offsets"]
-            tensors[name] = FileTensor(
+            tensors[name] = Stored(
                 file, entry["dtype"], tuple(entry["shape"]), 8 + length + low, high - low
             )
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from octavo.model.families.names import HARMLESS, Names, Stored, place_of
+from octavo.model.families.names import HARMLESS, Names, Place, place_of
 from octavo.model.linear import Weight
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
@@ -37,7 +37,7 @@ class WeightSource(Protocol):
     def names(self) -> Names:
         """Where the checkpoint keeps our parameters."""
 
-    def stored(self, name: str) -> Stored:
+    def place(self, name: str) -> Place:
         """Where our tensor ``name`` (``layers.3.q.weight``) lies, suffix included."""
 
     def count_groups(self) -> tuple[int, int]:
@@ -69,12 +69,12 @@ def check_complete(source: WeightSource, wanted: Mapping[str, tuple[int, ...]]) 
     firsts: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(wanted, key=lambda name: place_of(name, source.names)):
-        stored, (rows, *rest) = source.stored(name), wanted[name]
+        stored, (rows, *rest) = source.place(name), wanted[name]
         if stored.name in shapes:
             firsts[name] = shapes[stored.name][0]
         shapes[stored.name] = (firsts.get(name, 0) + rows, *rest)
     for name in wanted.keys() - firsts.keys():
-        stored = source.stored(name)
+        stored = source.place(name)
         if stored.transposed:
             shapes[stored.name] = shapes[stored.name][::-1]
     missing = [name for name in shapes if name not in source.shapes]
@@ -96,7 +96,7 @@ def check_complete(source: WeightSource, wanted: Mapping[str, tuple[int, ...]]) 
 
 
 def _unused(source: WeightSource, used: Mapping[str, object]) -> Iterator[str]:
-    tied = source.stored("head.weight").name if source.spec.embedding.tied else None
+    tied = source.place("head.weight").name if source.spec.embedding.tied else None
     for name in source.shapes or ():
         if name not in used and name != tied and not _HARMLESS.fullmatch(name):
             yield name
