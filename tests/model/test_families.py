@@ -122,7 +122,46 @@ def test_logits_equal_transformers(checkpoint, chunk):
     torch.testing.assert_close(found, reference_logits(reference, ids), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("checkpoint", ("llama", "mistral-window", "qwen3"), indirect=True)
+MIXED = (
+    *("llama", "mistral-window", "qwen3", "gemma", "gemma2", "gemma3-linear", "phi3-partial"),
+    *("phi3-window", "gpt2", "opt", "opt-after-narrow", "olmo2", "granite"),
+)
+
+
+@pytest.mark.parametrize("checkpoint", MIXED, indirect=True)
+def test_forty_greedy_tokens_beside_other_rows_equal_transformers(checkpoint):
+    """Rows of other lengths decode with it, one of them starts in the middle. A row's tokens are
+    transformers' choices if each is its choice after those before."""
+    path, reference = checkpoint
+    model = load(path)
+    prompts = [random_ids(70), random_ids(33)[::-1], random_ids(20)[::-1]]
+    width = 8
+    tables = torch.randperm(3 * width, generator=torch.Generator().manual_seed(3))
+    tables = tables.view(3, width).int()
+    cache = model.allocate_cache(3 * width, 16)
+
+    def step(rows: dict[int, list[int]]) -> None:
+        """Each of ``rows`` brings tokens, and is given the one that it draws."""
+        order = sorted(rows, key=lambda row: len(rows[row]) != 1)
+        past = [len(prompts[row]) - len(rows[row]) for row in order]
+        batch = make_batch([rows[row] for row in order], past, tables[order])
+        hidden = model.forward_last(batch, cache)
+        assert torch.equal(model.most_likely(hidden), model.logits(hidden).argmax(-1))
+        for row, token in zip(order, model.most_likely(hidden).tolist()):
+            prompts[row].append(token)
+
+    counts = [len(prompt) for prompt in prompts]
+    step({0: prompts[0][:], 1: prompts[1][:]})
+    for turn in range(39):
+        late = {2: prompts[2][:] if turn == 20 else prompts[2][-1:]} if turn >= 20 else {}
+        step({0: prompts[0][-1:], 1: prompts[1][-1:], **late})
+    assert [len(p) - n for p, n in zip(prompts, counts)] == [40, 40, 19]
+    for prompt, count in zip(prompts, counts):
+        expected = reference_logits(reference, prompt[:-1])[count - 1 :].argmax(-1)
+        assert prompt[count:] == expected.tolist()
+
+
+@pytest.mark.parametrize("checkpoint", MIXED, indirect=True)
 def test_mixed_batch_gives_each_row_its_own_logits(checkpoint):
     path, reference = checkpoint
     model = load(path)
