@@ -24,7 +24,7 @@ from octavo.quant.catalogue import format_of
 from octavo.quant.format import LinearVersions
 
 # Operations that are no call of a step's layers, or of which the linears themselves tell.
-_ASIDE = ("copy_blocks", "linear", "quantized_linear", "quantize")
+_ASIDE = ("copy_blocks", "linear", "quantized_linear", "quantize", "soft_cap")
 
 
 class Model:
@@ -66,7 +66,7 @@ class Model:
         make_linear = partial(Linear, format=format_of(quantization), versions=versions)
         self._copy_blocks = ops["copy_blocks"]
         self._states = AttentionStates(ops, dtype, device)
-        self.embedding = Embedding(spec, ops["embedding"], make_linear)
+        self.embedding = Embedding(spec, ops, make_linear)
         self.layers = [
             Layer(f"layers.{index}", layer, spec.hidden_size, self._states, make_linear, ops)
             for index, layer in enumerate(spec.layers)

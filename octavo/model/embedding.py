@@ -23,13 +23,12 @@ class Embedding:
     """
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        operation: Callable[[Tensor, Tensor], Tensor],
-        make_linear: Any,
+        self, spec: DecoderSpec, ops: Mapping[str, Callable[..., Any]], make_linear: Any
     ) -> None:
+        """``ops``: the chosen versions by name."""
         self.spec = spec
-        self.operation = operation
+        self.operation = ops["embedding"]
+        self._soft_cap = ops.get("soft_cap", _no_cap)
         width = spec.embedding.width
         self.head: Linear = make_linear((("head", spec.vocab_size),), width, epilogue="logits")
         self.project: tuple[Linear, Linear] | None = None  # to the hidden size and back
@@ -77,7 +76,7 @@ class Embedding:
             table = tensors["positions.weight"]
             if isinstance(table, QuantizedWeight):
                 table = table.dense().to(dtype)
-            self._positions = table[spec.positions.offset :]
+            self._positions = table
         if spec.scale is not None:
             self._scale = torch.tensor(spec.scale, dtype=dtype)
         for linear in self.project or ():
@@ -90,19 +89,22 @@ class Embedding:
             x = x * self._scale
         if self.project:
             x = self.project[0](x)
-        if self._positions is not None and positions is not None:
-            x = x + self._positions[positions]
+        if self._positions is not None and self.spec.embedding.positions is not None:
+            assert positions is not None
+            x = x + self.operation(
+                positions + self.spec.embedding.positions.offset, self._positions
+            )
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [r, hidden]. Returns FP32 [r, vocab]."""
         if self.project:
             hidden = self.project[1](hidden)
-        logits: Tensor = self.head(hidden)
+        logits = self.head(hidden)
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         cap = self.spec.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else self._soft_cap(logits, cap)
 
     def most_likely(self, hidden: Tensor) -> Tensor:
         """hidden: [r, hidden]. The first of each row's largest logits, int64 [r]; where some are no
@@ -113,6 +115,10 @@ class Embedding:
             return most_likely(self.logits(hidden))
         found: Tensor = largest(hidden)
         return found
+
+
+def _no_cap(logits: Tensor, cap: float) -> Tensor:
+    raise AssertionError("a model without a soft cap was asked to cap")
 
 
 def _rows(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, ids: Tensor) -> Tensor:

@@ -64,6 +64,8 @@ def operations_of(spec: DecoderSpec) -> tuple[str, ...]:
         found.append("layer_norm")
     if any(_needs_activation(layer.mlp) for layer in spec.layers):
         found.append("activate")
+    if spec.logit_softcap is not None:
+        found.append("soft_cap")
     return (*found, *_ALWAYS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from octavo.ops import registry
 from tests.model.running import (
     all_logits,
     load,
@@ -181,6 +182,21 @@ def test_mixed_batch_gives_each_row_its_own_logits(checkpoint):
     for row, prompt in enumerate(prompts):
         expected = reference_logits(reference, prompt)[-1]
         torch.testing.assert_close(found[row], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(
+    registry.select("linear", "cpu", torch.float32).name != "native",
+    reason="needs a CPU that runs kernels of our own",
+)
+@pytest.mark.parametrize(
+    "checkpoint", ("gemma2", "gemma3-linear", "phi3-partial", "gpt2", "olmo2"), indirect=True
+)
+def test_deterministic_logits_are_the_same_bits_however_the_prompt_is_cut(checkpoint):
+    path, _ = checkpoint
+    model, ids = load(path, deterministic=True), random_ids(90)
+    whole = all_logits(model, ids)
+    assert torch.equal(all_logits(model, ids, 7), whole)
+    assert torch.equal(all_logits(model, ids, 1), whole)
 
 
 def test_copied_block_serves_as_the_original(tmp_path):
