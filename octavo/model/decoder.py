@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from octavo.model.linear import Linear
 from octavo.model.norm import make_norm
 from octavo.model.recorded import RecordedLayers
 from octavo.model.spec import DecoderSpec
-from octavo.model.states import AttentionStates, StateKey
+from octavo.model.states import AttentionStates
 from octavo.model.versions import choose_versions
 from octavo.ops.native import library as native
 from octavo.quant.catalogue import format_of
@@ -71,6 +71,7 @@ class Model:
             Layer(f"layers.{index}", layer, spec.hidden_size, self._states, make_linear, ops)
             for index, layer in enumerate(spec.layers)
         ]
+        self._state_of = [self._states.index(layer.mixer.key) for layer in self.layers]
         self.norm = make_norm("norm", spec.norm, spec.hidden_size, ops) if spec.norm else None
         self._recorded: RecordedLayers | None = None
 
@@ -132,14 +133,14 @@ class Model:
         self,
         ids: Tensor,
         cache: list[Tensor],
-        states: Mapping[StateKey, Any],
+        states: Sequence[Any],
         tokens: Tensor | None,
         positions: Tensor | None = None,
     ) -> Tensor:
         x = self.embedding(ids, positions)
-        for layer, layer_cache in zip(self.layers, cache):
+        for layer, layer_cache, state in zip(self.layers, cache, self._state_of):
             wanted = tokens if layer is self.layers[-1] else None
-            x = layer(x, layer_cache, states[layer.mixer.key], wanted)
+            x = layer(x, layer_cache, states[state], wanted)
         return x if self.norm is None else self.norm(x)
 
     @torch.inference_mode()

@@ -70,12 +70,13 @@ def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
 
 def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:
     """Ids that end an output: config ∪ generation_config, in that order. The tokenizer's own EOS
-    is the caller's to add. For a GGUF file: its eos, eot and eom ids."""
+    is the caller's to add. For a GGUF file: its eos (unless overridden), eot and eom ids."""
     path = Path(path)
     if is_gguf(path):
         metadata = GGUFFile(path).metadata
         names = ("eos", "eot", "eom")
         values = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+        values[0] = (overrides or {}).get("eos_token_id", values[0])
     else:
         values = [
             source.get("eos_token_id")

@@ -48,28 +48,35 @@ class AttentionStates:
         self._ops = ops
         self._dtype = dtype
         self._device = device
-        self._operations: dict[Any, Any] = {}
-        self._keys: dict[StateKey, None] = {}
-        self._ropes: dict[StateKey, Rope] = {}
+        self._operations: dict[Any, Any] = {}  # by geometry
+        self._keys: list[StateKey] = []
+        self._pairs: list[tuple[Any, Rope]] = []  # operation and rope of each key
         self.factors: RopeFactors | None = None
 
     def use(self, op: str, key: StateKey) -> Any:
         """The version of ``op`` for ``key.geometry``, one for all layers of that geometry."""
-        self._keys[key] = None
+        if key not in self._keys:
+            self._keys.append(key)
         if key.rope and isinstance(key.rope.scaling, TensorScaling):
             self.factors = RopeFactors((key.rope.dim or key.head_dim) // 2)
         if key.geometry not in self._operations:
             self._operations[key.geometry] = self._ops[op](key.geometry)
         return self._operations[key.geometry]
 
+    def index(self, key: StateKey) -> int:
+        """Which of the states that ``prepare`` gives is that of ``key``."""
+        return self._keys.index(key)
+
     def finish(self, max_position: int) -> None:
         """Makes the ropes, once ``factors`` are loaded."""
         factors = self.factors.factors if self.factors else None
-        for key in self._keys:
-            self._ropes[key] = Rope(key.rope, key.head_dim, max_position, factors, self._device)
-
-    def prepare(self, batch: ForwardBatch) -> dict[StateKey, Any]:
-        return {
-            key: self._operations[key.geometry].prepare(batch, self._ropes[key], self._dtype)
+        self._pairs = [
+            (
+                self._operations[key.geometry],
+                Rope(key.rope, key.head_dim, max_position, factors, self._device),
+            )
             for key in self._keys
-        }
+        ]
+
+    def prepare(self, batch: ForwardBatch) -> list[Any]:
+        return [operation.prepare(batch, rope, self._dtype) for operation, rope in self._pairs]

@@ -50,6 +50,14 @@ FAMILIES = {
         "Qwen2",
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
+    "qwen2-layer-types": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "gemma": ("Gemma", {"head_dim": 24, "tie_word_embeddings": True, "vocab_size": 331}),
     "gemma-untied": ("Gemma", {"head_dim": 24, "hidden_act": "gelu"}),

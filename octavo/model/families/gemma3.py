@@ -35,14 +35,14 @@ def read_ropes(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]
         own = nested.get(kind) or {}
         if not isinstance(own, Mapping):
             raise config.error(f"rope_parameters.{kind}", own, "null or a JSON object")
-        scaling = config.values.get("rope_scaling") if key == "rope_theta" and not own else None
         values = {
             **config.values,
-            "rope_theta": config.number(key, theta),
+            "rope_theta": config.values.get(key, own.get("rope_theta", theta)),
             "rope_parameters": own,
-            "rope_scaling": scaling,
+            "rope_scaling": config.values.get("rope_scaling") if kind == "full_attention" else None,
         }
-        found.append(read_rope(ConfigReader(values, config.where), head_dim)[0])
+        reader = ConfigReader(values, config.where, {"rope_theta": key})
+        found.append(read_rope(reader, head_dim)[0])
     return found[0], found[1]
 
 

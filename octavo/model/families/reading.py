@@ -163,7 +163,12 @@ def read_rope(config: ConfigReader, head_dim: int, partial: bool = False) -> tup
     for key, value in (("rope_scaling", raw), ("rope_parameters", nested)):
         if not isinstance(value, Mapping):
             raise config.error(key, value, "null or a JSON object")
-    outer = ConfigReader({**config.values, **nested}, config.where)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        outer_value, inner = config.values.get(key), nested.get(key)
+        if None not in (outer_value, inner) and outer_value != inner:
+            wanted = f"one value: rope_parameters.{key} is {inner!r}"
+            raise config.error(key, outer_value, wanted)
+    outer = ConfigReader({**config.values, **nested}, config.where, config.own)
     theta = outer.number("rope_theta", 10000.0)
     share = outer.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * share)
