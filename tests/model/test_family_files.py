@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.model.facts import eos_ids, read_spec
+from octavo.model.families import catalogue
 from octavo.types import ConfigError
 from tests.model.running import (
     all_logits,
@@ -22,6 +23,14 @@ from tests.model.running import (
 from tests.model.test_families import FAMILIES, GEMMA2, GEMMA3
 
 IDS = random_ids(40)
+
+
+def test_a_family_is_a_file_of_at_most_80_lines():
+    folder = Path(catalogue.__file__).parent
+    modules = {family.build.__module__.rpartition(".")[2] for family in catalogue.FAMILIES}
+    lengths = {name: len((folder / f"{name}.py").read_text().splitlines()) for name in modules}
+    assert len(lengths) == len(catalogue.FAMILIES)
+    assert {name: length for name, length in lengths.items() if length > 80} == {}
 
 
 def edit(path: Path, **changes) -> None:
@@ -39,6 +48,8 @@ def edit(path: Path, **changes) -> None:
         ("Gemma2", {"hidden_activation": "mish"}, "hidden_activation is 'mish'.*one of silu"),
         ("Gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
         ("Gemma2", {"layer_types": ["full_attention", "x", "x"]}, "layer_types is"),
+        ("Gemma3", {"rope_parameters": {"factor": 2.0}}, "supports keys full_.*, not factor"),
+        ("Gemma3", {"rope_parameters": {"full_attention": 3}}, "full_attention is 3.*JSON object"),
         ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.*supports null"),
         ("Phi3", {"attention_bias": True}, "attention_bias is True.*supports null, false"),
         ("Phi3", {"partial_rotary_factor": 0.7}, "partial_rotary_factor is 0.7"),  # 11 of 16

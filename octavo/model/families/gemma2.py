@@ -15,11 +15,13 @@ from octavo.model.families.reading import ConfigReader, read_activation, read_no
 from octavo.model.spec import DecoderSpec, MLPSpec, ResidualSpec
 
 SANDWICH = {
+    **HF_NAMES,
     "layers.{i}.mixer_norm": "model.layers.{i}.post_attention_layernorm",
     "layers.{i}.post_norm": "model.layers.{i}.pre_feedforward_layernorm",
     "layers.{i}.mlp_norm": "model.layers.{i}.post_feedforward_layernorm",
 }
 GGUF_SANDWICH = {
+    **GGUF_NAMES,
     "layers.{i}.mixer_norm": "blk.{i}.post_attention_norm",
     "layers.{i}.mlp_norm": "blk.{i}.post_ffw_norm",
 }
@@ -67,7 +69,7 @@ FAMILY = Family(
     ("Gemma2ForCausalLM",),
     ("gemma2",),
     build,
-    hf_names=less_one({**HF_NAMES, **SANDWICH}),
-    gguf_names={**GGUF_NAMES, **GGUF_SANDWICH},
+    hf_names=less_one(SANDWICH),
+    gguf_names=GGUF_SANDWICH,
     from_gguf=partial(scale_of_gguf, largest=46),
 )

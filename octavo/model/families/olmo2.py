@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from octavo.model.families.family import Family, build_decoder, read_gqa, read_mlp
 from octavo.model.families.gemma2 import GGUF_SANDWICH, SANDWICH
-from octavo.model.families.names import GGUF_NAMES, HF_NAMES
 from octavo.model.families.reading import ConfigReader, read_norm
 from octavo.model.spec import DecoderSpec, ResidualSpec
 
@@ -24,9 +23,5 @@ def build(config: ConfigReader) -> DecoderSpec:
 
 
 FAMILY = Family(
-    ("Olmo2ForCausalLM",),
-    ("olmo2",),
-    build,
-    hf_names={**HF_NAMES, **SANDWICH},
-    gguf_names={**GGUF_NAMES, **GGUF_SANDWICH},
+    ("Olmo2ForCausalLM",), ("olmo2",), build, hf_names=SANDWICH, gguf_names=GGUF_SANDWICH
 )

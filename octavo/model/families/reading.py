@@ -81,6 +81,15 @@ class ConfigReader:
             raise self.error(key, values, f"a list of {count} numbers above 0")
         return tuple(float(x) for x in values)
 
+    def mapping(self, key: str, allowed: Iterable[str] | None = None) -> Mapping[str, Any]:
+        """A JSON object, empty for null; ``allowed``: its keys."""
+        value = self.values.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise self.error(key, value, "null or a JSON object")
+        if allowed is not None and (others := set(value).difference(allowed)):
+            raise self.error(key, value, f"keys {', '.join(allowed)}, not {min(others)}")
+        return value
+
     def boolean(self, key: str, default: Any = _MISSING) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
@@ -158,11 +167,8 @@ def read_rope(config: ConfigReader, head_dim: int, partial: bool = False) -> tup
     Reads ``rope_theta``, ``partial_rotary_factor`` (1 unless the family has it: ``partial``) and
     ``rope_scaling`` (``type`` or ``rope_type``), or the newer ``rope_parameters`` that holds all.
     """
-    nested = config.values.get("rope_parameters") or {}
-    raw = config.values.get("rope_scaling") or nested
-    for key, value in (("rope_scaling", raw), ("rope_parameters", nested)):
-        if not isinstance(value, Mapping):
-            raise config.error(key, value, "null or a JSON object")
+    nested = config.mapping("rope_parameters")
+    raw = config.mapping("rope_scaling") or nested
     for key in ("rope_theta", "partial_rotary_factor"):
         outer_value, inner = config.values.get(key), nested.get(key)
         if None not in (outer_value, inner) and outer_value != inner:
