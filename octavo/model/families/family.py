@@ -101,7 +101,7 @@ def read_gqa(
     """Grouped-query attention without a window, and the longest context. ``head_dim`` is the
     family's default; None: hidden / heads. ``rope`` reads the rope and that length."""
     heads = config.integer("num_attention_heads")
-    dim = read_head_dim(config, heads) if head_dim is None else config.integer("head_dim", head_dim)
+    dim = read_head_dim(config, heads, head_dim)
     turning, longest = rope(config, dim)
     return (
         GQASpec(

@@ -52,7 +52,7 @@ def config_from_gguf(
         if value is not None:
             config[key] = value
     config.update(_windows(metadata, arch, where))
-    config.update(_rotary_share(metadata, arch, config))
+    config.update(_head_sizes(metadata, arch, config, tensor_shapes))
     config["vocab_size"] = next(iter(tensor_shapes["token_embd.weight"]))
     config["tie_word_embeddings"] = "output.weight" not in tensor_shapes
     config["attention_bias"] = "blk.0.attn_q.bias" in tensor_shapes
@@ -91,16 +91,24 @@ def _windows(metadata: Mapping[str, Any], arch: str, where: str) -> dict[str, An
     return found
 
 
-def _rotary_share(
-    metadata: Mapping[str, Any], arch: str, config: Mapping[str, Any]
+def _head_sizes(
+    metadata: Mapping[str, Any],
+    arch: str,
+    config: Mapping[str, Any],
+    tensor_shapes: Mapping[str, Collection[int]],
 ) -> dict[str, Any]:
-    """How much of a head turns, where that is not all of it."""
+    """A head's size where only q's rows tell, and how much of it turns where that is not all."""
     dim = metadata.get(f"{arch}.rope.dimension_count")
-    hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 0)
-    head_dim = config.get("head_dim") or (hidden // heads if heads else None)
-    if not dim or not head_dim or dim == head_dim:
+    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
+    if not heads:
         return {}
-    return {"partial_rotary_factor": (dim + 0.01) / head_dim}  # times head_dim, cut: dim
+    found: dict[str, Any] = {}
+    if not head_dim and "blk.0.attn_q.weight" in tensor_shapes:
+        head_dim = found["head_dim"] = next(iter(tensor_shapes["blk.0.attn_q.weight"])) // heads
+    head_dim = head_dim or config.get("hidden_size", 0) // heads
+    if dim and head_dim and dim != head_dim:
+        found["partial_rotary_factor"] = (dim + 0.01) / head_dim  # times head_dim, cut: dim
+    return found
 
 
 def _rope_scaling(

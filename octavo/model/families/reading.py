@@ -145,10 +145,12 @@ def read_norm(config: ConfigReader, eps: float = 1e-6) -> RMSNormSpec:
     return RMSNormSpec(config.number("rms_norm_eps", eps))
 
 
-def read_head_dim(config: ConfigReader, num_heads: int) -> int:
-    """``head_dim`` when given; else hidden / heads, rounded down as the checkpoints' code does."""
-    hidden = config.integer("hidden_size")
-    head_dim = config.integer("head_dim", hidden // num_heads)
+def read_head_dim(config: ConfigReader, num_heads: int, default: int | None = None) -> int:
+    """``head_dim`` when given; else the family's ``default``, or hidden / heads, rounded down as
+    the checkpoints' code does."""
+    if default is None:
+        default = config.integer("hidden_size") // num_heads
+    head_dim = config.integer("head_dim", default)
     if head_dim % 2:
         raise config.error("head_dim", head_dim, "an even number (rotary pairs)")
     return head_dim
