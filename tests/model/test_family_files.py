@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.model.facts import eos_ids, read_spec
+from octavo.model.facts import build_spec, eos_ids, read_spec
 from octavo.model.families import catalogue
+from octavo.model.spec import LongRopeScaling, RopeSpec
 from octavo.types import ConfigError
 from tests.model.running import (
     all_logits,
@@ -31,6 +33,178 @@ def test_a_family_is_a_file_of_at_most_80_lines():
     lengths = {name: len((folder / f"{name}.py").read_text().splitlines()) for name in modules}
     assert len(lengths) == len(catalogue.FAMILIES)
     assert {name: length for name, length in lengths.items() if length > 80} == {}
+
+
+# Configs in the words of published checkpoints, older ones too: every key that stands there beside
+# those that are read. With each: heads, KV heads, head size, window and rope of the first layer.
+PUBLISHED = {
+    "gemma-2b": (
+        {
+            "architectures": ["GemmaForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "head_dim": 256,
+            "hidden_act": "gelu",
+            "hidden_activation": None,
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "max_position_embeddings": 8192,
+            "model_type": "gemma",
+            "num_attention_heads": 8,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "vocab_size": 256000,
+        },
+        (8, 1, 256, None, RopeSpec(10000.0)),
+    ),
+    "gemma-3-1b-it": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        },
+        (4, 1, 256, 512, RopeSpec(10000.0)),
+    ),
+    "Phi-4-mini-instruct": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "attention_bias": False,
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+            "embd_pdrop": 0.0,
+            "full_attn_mod": 1,
+            "hidden_act": "silu",
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "interpolate_factor": 1,
+            "lm_head_bias": False,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "model_type": "phi3",
+            "num_attention_heads": 24,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "su"},
+            "rope_theta": 10000.0,
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "vocab_size": 200064,
+        },
+        (
+            *(24, 8, 128, 262144),
+            RopeSpec(
+                10000.0,
+                LongRopeScaling((1.0,) * 48, (2.0,) * 48, 4096, math.sqrt(1 + 5 / 12)),
+                dim=96,
+            ),
+        ),
+    ),
+    "gpt2": (
+        {
+            "activation_function": "gelu_new",
+            "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.1,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05,
+            "model_type": "gpt2",
+            "n_ctx": 1024,
+            "n_embd": 768,
+            "n_head": 12,
+            "n_layer": 12,
+            "n_positions": 1024,
+            "summary_type": "cls_index",
+            "vocab_size": 50257,
+        },
+        (12, 12, 64, None, None),
+    ),
+    "opt-350m": (
+        {
+            "_remove_final_layer_norm": False,
+            "activation_dropout": 0.0,
+            "activation_function": "relu",
+            "architectures": ["OPTForCausalLM"],
+            "do_layer_norm_before": False,
+            "ffn_dim": 4096,
+            "hidden_size": 1024,
+            "layerdrop": 0.0,
+            "max_position_embeddings": 2048,
+            "model_type": "opt",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "vocab_size": 50272,
+            "word_embed_proj_dim": 512,
+        },
+        (16, 16, 64, None, None),
+    ),
+    "granite-3.1-2b-instruct": (
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "attention_bias": False,
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "logits_scaling": 8.0,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "model_type": "granite",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "residual_multiplier": 0.22,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 5000000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 49155,
+        },
+        (32, 8, 64, None, RopeSpec(5000000.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_as_published_are_read(name):
+    config, (heads, kv_heads, head_dim, window, rope) = PUBLISHED[name]
+    spec = build_spec(config, Path(name))
+    mixer = spec.layers[0].mixer
+    assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (heads, kv_heads, head_dim)
+    assert (mixer.window, mixer.rope) == (window, rope)
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    assert len(spec.layers) == layers
+    if name == "gemma-2b":
+        assert spec.layers[0].mlp.activation == "gelu_tanh"  # not what "gelu" says
+    if name == "gemma-3-1b-it":
+        everywhere = [i for i, layer in enumerate(spec.layers) if layer.mixer.window is None]
+        assert everywhere == [5, 11, 17, 23]
+        assert {spec.layers[i].mixer.rope for i in everywhere} == {RopeSpec(1000000.0)}
+    if name == "opt-350m":
+        assert spec.norm is None and spec.embedding.width == 512
 
 
 def edit(path: Path, **changes) -> None:
