@@ -13,8 +13,7 @@ from octavo.model.spec import DecoderSpec
 
 def build(config: ConfigReader) -> DecoderSpec:
     config.choice("scoring_func", ("softmax",), "softmax")
-    if config.boolean("norm_topk_prob", False):  # then the published code leaves the scale out
-        raise config.error("norm_topk_prob", True, "false")
+    config.absent("norm_topk_prob", False)  # with it the published code leaves the scale out
     method = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     grouped = method == "group_limited_greedy"
     router = read_router(

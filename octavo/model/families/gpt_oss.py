@@ -19,9 +19,8 @@ def build(config: ConfigReader) -> DecoderSpec:
     read_silu(config)
     if not config.has("rope_scaling") and not config.has("rope_parameters"):
         raise config.error("rope_scaling", None, "yarn, as in the published config.json")
-    for key, value in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
-        if config.number(key, value) != value:
-            raise config.error(key, config.values[key], f"{value:g}")
+    config.absent("swiglu_alpha", ALPHA)
+    config.absent("swiglu_limit", LIMIT)
     bias = config.boolean("attention_bias", True)
     gqa, longest = read_gqa(config, head_dim=64, qkv_bias=bias, out_bias=bias)
     window = config.integer("sliding_window", 128)

@@ -33,8 +33,7 @@ NAMES: Names = {
 
 def build_latent(config: ConfigReader, router: RouterSpec, mlp_bias: bool = False) -> DecoderSpec:
     read_silu(config)
-    if config.integer("moe_layer_freq", 1) != 1:
-        raise config.error("moe_layer_freq", config.values["moe_layer_freq"], "1")
+    config.absent("moe_layer_freq", 1)
     mla, longest = read_mla(config)
     size = config.integer("moe_intermediate_size")
     mlp = MLPSpec(config.integer("intermediate_size"), mlp_bias)
@@ -50,8 +49,9 @@ def build_latent(config: ConfigReader, router: RouterSpec, mlp_bias: bool = Fals
 
 def read_mla(config: ConfigReader) -> tuple[MLASpec, int]:
     """Latent attention and the longest context."""
-    if config.boolean("attention_bias", False):
-        raise config.error("attention_bias", True, "false")
+    config.absent("attention_bias", False)
+    heads = config.integer("num_attention_heads")
+    config.absent("num_key_value_heads", heads)
     nope, turned = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
     if turned % 2:
         raise config.error("qk_rope_head_dim", turned, "an even number (rotary pairs)")
@@ -62,7 +62,7 @@ def read_mla(config: ConfigReader) -> tuple[MLASpec, int]:
         reader = ConfigReader(raw, f"{config.where}: rope_scaling")
         scale *= yarn_magnitude(reader.number("factor"), reader.number("mscale_all_dim")) ** 2
     spec = MLASpec(
-        num_heads=config.integer("num_attention_heads"),
+        num_heads=heads,
         latent_dim=config.integer("kv_lora_rank"),
         nope_dim=nope,
         rope_dim=turned,

@@ -14,8 +14,7 @@ _SHARED = "model.layers.{i}.mlp.shared_expert"
 
 def build(config: ConfigReader) -> DecoderSpec:
     read_silu(config)
-    if config.boolean("use_sliding_window", False):
-        raise config.error("use_sliding_window", True, "false")
+    config.absent("use_sliding_window", False)
     gqa, longest = read_gqa(config, qkv_bias=config.boolean("qkv_bias", True))
     moe = MoESpec(
         read_qwen_router(config),

@@ -12,8 +12,7 @@ from octavo.model.spec import DecoderSpec, MoESpec
 
 def build(config: ConfigReader) -> DecoderSpec:
     read_silu(config)
-    if config.boolean("use_sliding_window", False):
-        raise config.error("use_sliding_window", True, "false")
+    config.absent("use_sliding_window", False)
     bias = config.boolean("attention_bias", False)
     gqa, longest = read_gqa(config, qkv_bias=bias, out_bias=bias, qk_norm=read_norm(config))
     moe = MoESpec(read_qwen_router(config), config.integer("moe_intermediate_size"))
