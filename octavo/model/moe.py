@@ -6,7 +6,8 @@ that loading needs room for one expert beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from octavo.model.spec import MoESpec, RouterSpec
 from octavo.ops.linear import Epilogue
 from octavo.ops.moe import ApplyExperts, Routing
 from octavo.quant.dense import Dense
+from octavo.quant.format import LinearVersions
 
 
 def routing_of(spec: RouterSpec) -> Routing:
@@ -91,9 +93,21 @@ class Expert:
         self.experts.place(self.index, own)
 
 
+class Exact(Dense):
+    """Weights that are not quantized, and multiplied by ``linear`` whatever the others are: of a
+    router, whose rounding would send tokens to other experts."""
+
+    def __init__(self, linear: Callable[..., Any]) -> None:
+        self.linear = linear
+
+    def finish(
+        self, parts: Sequence[Mapping[str, Any]], epilogue: str, versions: LinearVersions
+    ) -> Callable[..., Tensor]:
+        return super().finish(parts, epilogue, replace(versions, dense=self.linear))
+
+
 class MoE:
-    """Of ``ops`` it takes ``moe_route`` and ``moe_experts``. The router is never quantized: its
-    rounding would send tokens to other experts."""
+    """Of ``ops`` it takes ``router``, a linear, ``moe_route`` and ``moe_experts``."""
 
     def __init__(
         self,
@@ -110,7 +124,9 @@ class MoE:
         self.routing = routing_of(spec.router)
         self.correction: Tensor | None = None
         self._experts = Experts(prefix, spec, hidden_size, ops["moe_experts"])
-        to_scores = partial(make_linear, in_features=hidden_size, epilogue="logits", format=Dense())
+        to_scores = partial(
+            make_linear, in_features=hidden_size, epilogue="logits", format=Exact(ops["router"])
+        )
         self.router: Linear = to_scores(
             ((f"{prefix}.router", spec.router.num_experts),), bias=spec.router.bias
         )

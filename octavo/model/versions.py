@@ -25,6 +25,9 @@ from octavo.ops.mla import MLAGeometry
 from octavo.ops.registry import Version
 from octavo.types import ConfigError
 
+# Linears that round some of their logits to the model's dtype: nothing for a router.
+_ROUND_LOGITS = ("onednn",)
+
 _OF_QUANTIZATION: dict[str | None, tuple[str, ...]] = {
     "gguf": ("quantized_linear",),
     "int8": ("quantized_linear", "quantize"),
@@ -66,7 +69,11 @@ def choose_versions(
             "length its context has in the step that computes it, so results depend on how a "
             "prompt is cut"
         )
-    return {op: versions[-1] for op, versions in found.items()}
+    chosen = {op: versions[-1] for op, versions in found.items()}
+    if "moe_route" in chosen:
+        exact = [version for version in found["linear"] if version.name not in _ROUND_LOGITS]
+        chosen["router"] = exact[-1]
+    return chosen
 
 
 def attention_of(mixer: MixerSpec) -> tuple[str, AttentionGeometry | MLAGeometry]:

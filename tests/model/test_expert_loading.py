@@ -17,6 +17,7 @@ from octavo.model.families.gguf_config import config_from_gguf
 from octavo.model.loader.load import load_weights, open_source
 from octavo.model.loader.upload import Uploader
 from octavo.model.moe import Expert
+from octavo.ops import registry
 from octavo.types import ConfigError
 from tests.fixtures.gguf_files import add_geometry, to_gguf_rows
 from tests.model.running import all_logits, load, random_ids, reference_logits, write_checkpoint
@@ -192,6 +193,28 @@ def test_weights_are_counted_and_experts_come_one_at_a_time(family, copy):
     corrections = [getattr(layer.mlp, "correction", None) for layer in half.layers]
     kept = [tensor for tensor in corrections if tensor is not None]
     assert len(kept) == len(exact) and all(tensor.dtype == torch.float32 for tensor in kept)
+
+
+def test_a_router_rounds_nothing_whatever_the_linears_do(copy, monkeypatch):
+    """oneDNN's give logits that are rounded to BF16, but for those near a row's largest."""
+    directory, tensors, _ = copy("mixtral")
+    save_file(tensors, directory / "model.safetensors")
+    runnable = registry.runnable
+
+    def without_native(op, *arguments):
+        return [v for v in runnable(op, *arguments) if op != "linear" or v.name != "native"]
+
+    monkeypatch.setattr(registry, "runnable", without_native)
+    model = load(directory, dtype="bfloat16")
+    if model.implementations["linear"] == "onednn":
+        assert model.implementations["router"] == "torch"
+    x = torch.randn(30, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = tensors["model.layers.1.block_sparse_moe.gate.weight"].bfloat16()
+    logits = model.layers[1].mlp.router(x)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(
+        logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_latent_is_cached_and_nothing_else(copy):
