@@ -108,11 +108,14 @@ def test_mxfp4_experts_are_expanded(tmp_path):
     torch.testing.assert_close(all_logits(load(tmp_path), IDS), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ("mixtral", "qwen3-moe-stacked", "gpt-oss", "mxfp4"))
+@pytest.mark.parametrize("kind", ("mixtral", "qwen3-moe-stacked", "gpt-oss", "mxfp4", "gguf"))
 def test_uploaded_experts_give_the_same_model(kind, copy, tmp_path):
     """Through an uploader's buffers, as to a GPU."""
     if kind == "mxfp4":
         directory, expected = tmp_path, in_mxfp4(tmp_path)
+    elif kind == "gguf":
+        directory, tensors, expected = copy("qwen3-moe")
+        directory = as_gguf(directory, tensors, "qwen3moe", "F32")
     else:
         directory, tensors, expected = copy(kind.removesuffix("-stacked"))
         tensors = stacked(tensors) if kind.endswith("-stacked") else tensors
