@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from octavo.checkpoint.gguf import GGUFFile
 from octavo.checkpoint.json_file import read_object
 from octavo.model.families.catalogue import family_of
@@ -43,7 +45,13 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
     """An opened GGUF file's metadata in the words of a config.json."""
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    return config_from_gguf(file.metadata, shapes, str(file.path))
+
+    def vector(name: str) -> list[float]:
+        if (kind := file.tensors[name].type.name) != "F32":
+            raise ConfigError(f"{file.path}: {name} is of type {kind}, not F32")
+        return [float(value) for value in file.raw(name).view(np.float32)]
+
+    return config_from_gguf(file.metadata, shapes, vector, str(file.path))
 
 
 def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> DecoderSpec:
@@ -54,20 +62,23 @@ def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> D
 
 def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
     where = str(path) if is_gguf(Path(path)) else str(Path(path) / "config.json")
+    family = family_of(config, where)
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unnamed")
-        raise ConfigError(f"{where}: quantization_config {method!r}: not in this version")
-    return family_of(config, where).build(ConfigReader(config, where))
+        if method not in family.quantizations:
+            raise ConfigError(f"{where}: quantization_config {method!r}: not in this version")
+    return family.build(ConfigReader(config, where))
 
 
 def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:
     """Ids that end an output: config ∪ generation_config, in that order. The tokenizer's own EOS
-    is the caller's to add. For a GGUF file: its eos, eot and eom ids."""
+    is the caller's to add. For a GGUF file: its eos (unless overridden), eot and eom ids."""
     path = Path(path)
     if is_gguf(path):
         metadata = GGUFFile(path).metadata
         names = ("eos", "eot", "eom")
         values = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+        values[0] = (overrides or {}).get("eos_token_id", values[0])
     else:
         values = [
             source.get("eos_token_id")

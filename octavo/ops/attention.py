@@ -36,7 +36,8 @@ class Rope(Protocol):
 @dataclass(frozen=True)
 class AttentionGeometry:
     """``window``: keys a token sees, itself included. ``qk_norm_eps``: q and k heads are RMS-normed
-    before RoPE. ``softcap``: scores s become softcap * tanh(s / softcap). ``rounded_cache``: each
+    before RoPE. ``softcap``: scores s become softcap * tanh(s / softcap). ``own_scale``: of the
+    scores, where it is not 1 / sqrt(head_dim). ``sinks``: calls bring some. ``rounded_cache``: each
     head of a token's keys and of its values is kept as whole multiples of max |x| / 127."""
 
     num_heads: int
@@ -45,11 +46,13 @@ class AttentionGeometry:
     window: int | None = None
     qk_norm_eps: float | None = None
     softcap: float | None = None
+    own_scale: float | None = None
+    sinks: bool = False
     rounded_cache: bool = False
 
     @property
     def scale(self) -> float:
-        return 1 / math.sqrt(self.head_dim)
+        return 1 / math.sqrt(self.head_dim) if self.own_scale is None else self.own_scale
 
 
 class BatchColumns(Protocol):

@@ -14,6 +14,8 @@ from octavo.model.loader.load import _fetched, load_weights, open_source
 from octavo.model.loader.upload import Uploader
 from octavo.types import ConfigError
 from tests.model.running import all_logits, load, random_ids, write_checkpoint
+from tests.model.test_families_gguf import FAMILIES as GGUF_FAMILIES
+from tests.model.test_families_gguf import write
 from tests.model.test_loader import split_in_two, write_gguf
 
 BYTES = bytes(range(256)) * 40  # 10,240
@@ -80,15 +82,36 @@ def test_uploaded_safetensors_give_the_same_model(tmp_path, uploader, ahead, mon
     split_in_two(tmp_path, {n: t.to(kinds[i % 3]) for i, (n, t) in enumerate(tensors.items())})
     source = upload_all(tmp_path, uploader)
     model = Model(source.spec, torch.float32)
-    order = [part for part, _ in _fetched(model.parts(), source, torch.float32, ahead)]
+    order = [part for part, _ in _fetched(model.parts(), source, torch.float32, ahead, {})]
     assert order == model.parts()
     monkeypatch.setattr(
         "octavo.model.loader.load._fetched",
-        lambda parts, source, dtype, _: _fetched(parts, source, dtype, ahead),
+        lambda parts, source, dtype, _, firsts: _fetched(parts, source, dtype, ahead, firsts),
     )
     load_weights(model, source, torch.float32, lambda phase, fraction: None)
     ids = random_ids(40)
     assert torch.equal(all_logits(model, ids), all_logits(load(tmp_path), ids))
+
+
+@pytest.mark.parametrize("family", ("Phi3", "GPT2", "Gemma"))
+def test_parts_of_tensors_turned_and_shifted_ones_are_uploaded_alike(tmp_path, uploader, family):
+    write_checkpoint(tmp_path, family)
+    source = upload_all(tmp_path, uploader)
+    model = Model(source.spec, torch.float32)
+    load_weights(model, source, torch.float32, lambda *news: None)
+    ids = random_ids(40)
+    assert torch.equal(all_logits(model, ids), all_logits(load(tmp_path), ids))
+
+
+@pytest.mark.parametrize("kind", ("F16", "Q8_0", "Q5_1"))
+def test_parts_of_gguf_tensors_are_uploaded_alike(tmp_path, uploader, kind):
+    name, changes, metadata, convert = GGUF_FAMILIES["phi3"]
+    write_checkpoint(tmp_path, name, **changes)
+    file = write(tmp_path / "m.gguf", tmp_path, "phi3", convert, kind, metadata)
+    plain, uploaded = open_source(file, ModelConfig()), upload_all(file, uploader)
+    for part, shape, first in (("q", (64, 64), 0), ("k", (32, 64), 64), ("v", (32, 64), 96)):
+        wanted = (f"layers.1.{part}.weight", shape, torch.float32, first)
+        assert torch.equal(uploaded.fetch(*wanted)(), plain.fetch(*wanted)())
 
 
 @pytest.mark.parametrize("kind", ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"))
@@ -114,10 +137,10 @@ def test_only_so_many_bytes_are_on_their_way(tmp_path, uploader):
     source = upload_all(tmp_path, uploader)
     asked: list[str] = []
     fetch = source.fetch
-    source.fetch = lambda name, shape, dtype: asked.append(name) or fetch(name, shape, dtype)
+    source.fetch = lambda name, *rest: asked.append(name) or fetch(name, *rest)
     parts = Model(source.spec, torch.float32).parts()
     sizes = [sum(torch.Size(s).numel() * 4 for _, s in part.wanted()) for part in parts]
-    turns = _fetched(parts, source, torch.float32, sum(sizes[:2]) + 1)
+    turns = _fetched(parts, source, torch.float32, sum(sizes[:2]) + 1, {})
     next(turns)
     assert asked == [name for part in parts[:3] for name, _ in part.wanted()]
 
