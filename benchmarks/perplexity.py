@@ -31,6 +31,7 @@ GROUPS: list[dict[str, tuple[str, dict[str, Any]]]] = [
     {
         "BF16 checkpoint, FP32": ("G-bf16", {"dtype": "float32"}),
         "BF16": ("G-bf16", {"dtype": "bfloat16"}),
+        "BF16, cache in int8": ("G-bf16", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
         "int8, BF16": ("G-bf16", {"dtype": "bfloat16", "quantization": "int8"}),
         "int8, FP32": ("G-bf16", {"dtype": "float32", "quantization": "int8"}),
         "int8 in groups of 32, BF16": ("G-bf16", {"dtype": "bfloat16", "group": 32}),

@@ -17,7 +17,7 @@ from octavo.ops.attention import AttentionGeometry, PagedAttention
 from octavo.ops.linear import Epilogue
 
 
-def geometry_of(spec: GQASpec) -> AttentionGeometry:
+def geometry_of(spec: GQASpec, rounded_cache: bool = False) -> AttentionGeometry:
     by_head = spec.qk_norm and spec.qk_norm_over == "head"
     return AttentionGeometry(
         spec.num_heads,
@@ -28,6 +28,7 @@ def geometry_of(spec: GQASpec) -> AttentionGeometry:
         softcap=spec.softcap,
         own_scale=spec.scale,
         sinks=spec.sinks,
+        rounded_cache=rounded_cache,
     )
 
 
@@ -46,7 +47,7 @@ class Attention:
     ) -> None:
         self.prefix = prefix
         self.spec = spec
-        self.key = StateKey(geometry_of(spec), spec.rope, spec.head_dim)
+        self.key = StateKey(geometry_of(spec, states.rounded_cache), spec.rope, spec.head_dim)
         self.operation: PagedAttention = states.use("paged_attention", self.key)
         self.widths = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
         width, kv_width = self.widths

@@ -34,7 +34,8 @@ class Model:
     batch; raises ConfigError where that cannot be had. ``implementations``: operation -> the
     version chosen for it.
     ``quantization``: "int8": linears are rounded while loading, the embedding is not; "gguf": some
-    weights come quantized; None: all are dense.
+    weights come quantized; None: all are dense. ``rounded_cache``: keys and values are kept in int8
+    (octavo's own CPU kernels alone).
     ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory.
     """
 
@@ -45,6 +46,7 @@ class Model:
         device: str = "cpu",
         deterministic: bool = False,
         quantization: str | None = None,
+        rounded_cache: bool = False,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
@@ -54,7 +56,7 @@ class Model:
         if device == "cpu" and (problem := native.problem()):
             self.reasons["cpu kernels"] = problem
         self.weight_bytes = 0
-        chosen = choose_versions(spec, dtype, device, deterministic, quantization)
+        chosen = choose_versions(spec, dtype, device, deterministic, quantization, rounded_cache)
         self.implementations = {op: version.name for op, version in chosen.items()}
         ops = {op: version.call for op, version in chosen.items()}
         versions = LinearVersions(
@@ -65,7 +67,8 @@ class Model:
         )
         make_linear = partial(Linear, format=format_of(quantization), versions=versions)
         self._copy_blocks = ops["copy_blocks"]
-        self._states = AttentionStates(ops, dtype, device)
+        self.cache_dtype = torch.int8 if rounded_cache else dtype
+        self._states = AttentionStates(ops, dtype, device, rounded_cache)
         self.embedding = Embedding(spec, ops, make_linear)
         self.layers = [
             Layer(f"layers.{index}", layer, spec.hidden_size, self._states, make_linear, ops)
@@ -100,12 +103,12 @@ class Model:
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block over all layers."""
         shapes = (layer.mixer.operation.kv_shape(1, block_size) for layer in self.layers)
-        return sum(torch.Size(shape).numel() for shape in shapes) * self.dtype.itemsize
+        return sum(torch.Size(shape).numel() for shape in shapes) * self.cache_dtype.itemsize
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """One tensor per layer."""
         shapes = [layer.mixer.operation.kv_shape(num_blocks, block_size) for layer in self.layers]
-        return caches.allocate(shapes, self.dtype, self.device)
+        return caches.allocate(shapes, self.cache_dtype, self.device)
 
     @torch.inference_mode()
     def copy_blocks(self, cache: list[Tensor], pairs: Tensor) -> None:

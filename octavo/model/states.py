@@ -40,12 +40,17 @@ class RopeFactors:
 
 
 class AttentionStates:
-    """``ops``: the chosen versions by name."""
+    """``ops``: the chosen versions by name. ``rounded_cache``: see ``AttentionGeometry``."""
 
     def __init__(
-        self, ops: Mapping[str, Callable[..., Any]], dtype: torch.dtype, device: str
+        self,
+        ops: Mapping[str, Callable[..., Any]],
+        dtype: torch.dtype,
+        device: str,
+        rounded_cache: bool = False,
     ) -> None:
         self._ops = ops
+        self.rounded_cache = rounded_cache
         self._dtype = dtype
         self._device = device
         self._operations: dict[Any, Any] = {}  # by geometry

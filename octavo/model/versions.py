@@ -40,14 +40,17 @@ def choose_versions(
     device: str,
     deterministic: bool,
     quantization: str | None = None,
+    rounded_cache: bool = False,
 ) -> dict[str, Version]:
     """Operation -> version, on ``device`` ("cpu", "cuda"). ``quantization``: of the model. Raises
     ConfigError, in one line, where ``--deterministic`` cannot be kept."""
     operations = (*operations_of(spec), *_OF_QUANTIZATION.get(quantization, ()))
     found = {op: registry.runnable(op, device, dtype, deterministic) for op in operations}
     if device == "cpu":  # on a GPU definitions cannot stand in: they read lengths on the host
-        for op, geometry in {attention_of(layer.mixer) for layer in spec.layers}:
+        for op, geometry in {attention_of(layer.mixer, rounded_cache) for layer in spec.layers}:
             found[op] = [version for version in found[op] if _takes(version, geometry)]
+    if rounded_cache:
+        _check_rounded(spec, device, found)
     missing = [op for op in operations if not found[op]]
     if hopeless := [op for op in missing if not _keeps_bits(op, device)]:
         raise ConfigError(
@@ -76,11 +79,26 @@ def choose_versions(
     return chosen
 
 
-def attention_of(mixer: MixerSpec) -> tuple[str, AttentionGeometry | MLAGeometry]:
+def _check_rounded(spec: DecoderSpec, device: str, found: dict[str, list[Version]]) -> None:
+    if any(isinstance(layer.mixer, MLASpec) for layer in spec.layers):
+        raise ConfigError(
+            "--kv-cache-dtype int8: not for latent attention, whose cache is compressed; use auto"
+        )
+    chosen = found["paged_attention"][-1:]
+    if device != "cpu" or [version.name for version in chosen] != ["native"]:
+        raise ConfigError(
+            "--kv-cache-dtype int8: written in octavo's own CPU kernels alone, with --dtype "
+            "float32 or bfloat16 (`octavo collect-env` says whether they were built); use auto"
+        )
+
+
+def attention_of(
+    mixer: MixerSpec, rounded_cache: bool = False
+) -> tuple[str, AttentionGeometry | MLAGeometry]:
     """The operation that a mixer calls, and its geometry."""
     if isinstance(mixer, MLASpec):
         return "paged_latent_attention", latent_geometry_of(mixer)
-    return "paged_attention", geometry_of(mixer)
+    return "paged_attention", geometry_of(mixer, rounded_cache)
 
 
 def _takes(version: Version, geometry: AttentionGeometry | MLAGeometry) -> bool:

@@ -48,10 +48,10 @@ def load_model(
     with closing(open_source(Path(path), config.model, device, quantization)) as source:
         dtype, reason = choose_dtype(config.model.dtype, device, source.dtype)
         computed, kept = str(dtype).removeprefix("torch."), config.cache.kv_cache_dtype
-        if kept not in ("auto", computed):
+        if kept not in ("auto", computed, "int8"):
             raise ConfigError(
                 f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
-                f"with, {computed}; use auto, or --dtype {kept}"
+                f"with, {computed}, or in int8; use auto, or --dtype {kept}"
             )
         if quantization == "int8" and _has_experts(source.spec):
             raise ConfigError(
@@ -60,7 +60,8 @@ def load_model(
             )
         if quantization == "gguf":
             quantization, why = _what_groups_there_are(source, config.model.quantization, why)
-        model = Model(source.spec, dtype, device, config.model.deterministic, quantization)
+        deterministic, rounded = config.model.deterministic, kept == "int8"
+        model = Model(source.spec, dtype, device, deterministic, quantization, rounded)
         model.reasons["dtype"] = reason
         if quantization:
             model.reasons["quantization"] = f"{quantization}: {why}"
