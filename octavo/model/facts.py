@@ -22,7 +22,8 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf"
+    """By kind, not by name: a GGUF file may be called anything (``checkpoint.locate``)."""
+    return path.suffix == ".gguf" or path.is_file()
 
 
 def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from octavo.model.linear import Weight
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
 from octavo.model.loader.gguf_groups import KINDS
-from octavo.model.loader.safetensors import SafetensorsSource
+from octavo.model.loader.pickled import read_pickled
+from octavo.model.loader.safetensors import SafetensorsSource, read_safetensors
+from octavo.model.loader.shards import Headers
 from octavo.model.loader.source import WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
@@ -90,19 +92,33 @@ def open_source(
     spec = build_spec(values, path)
     family = family_of(values, str(path))
     kind = config.load_format
-    if kind == "auto":
-        kind = "gguf" if file else "safetensors"
     if kind == "dummy":
         return DummySource(path, spec, config.seed, device, stated_dtype(values))
-    if (kind == "gguf") != (file is not None):
+    if kind != "auto" and (kind == "gguf") != (file is not None):
         raise ConfigError(
             f"--load-format {kind}: {path} is a {'GGUF file' if file else 'directory'}; "
             "use --load-format auto"
         )
+    stored = _stored_tensors(path, kind) if file is None else {}
     uploader = Uploader(device) if device != "cpu" else None
     if file is not None:
         return GGUFSource(file, spec, family, uploader, quantization == "gguf")
-    return SafetensorsSource(path, spec, family, uploader)
+    return SafetensorsSource(path, spec, family, stored, uploader)
+
+
+def _stored_tensors(directory: Path, kind: str) -> Headers:
+    """Of safetensors, else of torch's files, as ``--load-format`` allows."""
+    found: Headers = read_safetensors(directory) if kind != "pt" else {}
+    if not found and kind != "safetensors":
+        found = read_pickled(directory)
+    if not found:
+        wanted = {"safetensors": "*.safetensors file", "pt": "pytorch_model*.bin file"}
+        files = wanted.get(kind, "*.safetensors file, and no pytorch_model*.bin either")
+        raise ConfigError(
+            f"{directory}: no {files}; download the weights again, or use --load-format dummy for "
+            "random ones"
+        )
+    return found
 
 
 def load_weights(
