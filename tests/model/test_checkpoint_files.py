@@ -1,4 +1,4 @@
-"""Which files a checkpoint's tensors come from: shards and their index, damaged headers, ``.bin``."""
+"""Where a checkpoint's tensors come from: shards and their index, damaged headers, ``.bin``."""
 
 from __future__ import annotations
 

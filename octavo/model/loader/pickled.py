@@ -82,13 +82,17 @@ def _stored(file: Path, size: int, name: object, value: object) -> Stored:
             f"{file}: {name} {list(value.shape)} is stored with strides {list(value.stride())}; "
             "save it contiguous, or convert it to safetensors"
         )
-    begin: int = value.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
-    offset = begin + value.storage_offset() * value.element_size()
+    begin = value.untyped_storage()._checkpoint_offset
+    if begin is None:
+        raise ConfigError(
+            f"{file}: torch does not say where {name} lies; convert it to safetensors"
+        )
+    offset = int(begin + value.storage_offset() * value.element_size())
     num_bytes = math.prod(value.shape) * value.element_size()
     if offset + num_bytes > size:
         raise ConfigError(
-            f"{file}: truncated: {name} ends at byte {offset + num_bytes:,}, the file has {size:,}; "
-            "download it again"
+            f"{file}: truncated: {name} ends at byte {offset + num_bytes:,}, the file has "
+            f"{size:,}; download it again"
         )
     kind = _NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
     return Stored(file, kind, tuple(value.shape), offset, num_bytes)
