@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.checkpoint.catalogue import CATALOGUE, Progress, pull, silent
+from octavo.checkpoint.split import first_part, parts_of
 from octavo.types import ConfigError
 
 # What a text decoder is loaded from; everything else of a repository stays on the hub.
@@ -21,7 +22,6 @@ _WEIGHT_PATTERNS = ["*.safetensors"]
 _NOT_NEEDED = ["*/*", "consolidated*", "adapter_*", "training_args*", "optimizer*"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*(:[\w.\-]+)?")
-_SPLIT_GGUF = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _local(model: str, path: Path) -> ModelFiles:
             f"model {model}: not a GGUF file (it begins with {magic!r}); a model is a GGUF file or "
             "a directory with config.json and safetensors weights"
         )
-    _refuse_split(path)
+    _check_parts(path)
     return ModelFiles(path, model, is_gguf=True)
 
 
@@ -104,20 +104,31 @@ def _directory(model: str, path: Path) -> ModelFiles:
     files = sorted(path.glob("*.gguf"))
     if not files:
         raise ConfigError(f"model {model}: the directory holds neither config.json nor a GGUF file")
-    for file in files:
-        _refuse_split(file)
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise ConfigError(f"model {model}: {len(files)} GGUF files ({names}); name one of them")
-    return ModelFiles(files[0], model, is_gguf=True)
+    return ModelFiles(_one_gguf(model, files), model, is_gguf=True)
 
 
-def _refuse_split(path: Path) -> None:
-    match = _SPLIT_GGUF.search(path.name)
-    if match and match[1] != "00001":
+def _one_gguf(model: str, files: list[Path]) -> Path:
+    """The one model that ``files`` hold: a file, or all parts of a split one (its first stands for
+    them). Raises ConfigError where they are several, or parts are absent."""
+    found = sorted({first_part(file) for file in files})
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"model {model}: {len(found)} GGUF files ({names}); name one of them")
+    _check_parts(found[0])
+    return found[0]
+
+
+def _check_parts(path: Path) -> None:
+    """Raises ConfigError for a later part of a split model, and where parts are absent."""
+    first, parts = first_part(path), parts_of(path)
+    if path != first:
         raise ConfigError(
-            f"model {path}: one of {int(match[1])} parts of a split GGUF; merge the parts first "
-            "(llama-gguf-split --merge)"
+            f"model {path}: one of {len(parts)} parts of a split GGUF; name the first, {first}"
+        )
+    absent = [part.name for part in parts if not part.is_file()]
+    if absent:
+        raise ConfigError(
+            f"model {path}: {len(absent)} of {len(parts)} parts are absent: {', '.join(absent[:4])}"
         )
 
 
@@ -125,15 +136,13 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> ModelFiles:
     repository, _, selector = model.partition(":")
     if selector:
         name = selector if selector.endswith(".gguf") else f"*{selector}.gguf"
-        folder = _snapshot(repository, revision, [name, f"*/{name}"], [])
-        found = [path for pattern in (name, f"*/{name}") for path in sorted(folder.glob(pattern))]
+        split = f"{name.removesuffix('.gguf')}-?????-of-?????.gguf"
+        patterns = [f"{folder}{file}" for folder in ("", "*/") for file in (name, split)]
+        folder = _snapshot(repository, revision, patterns, [])
+        found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
         if not found:
             raise ConfigError(f"model {model}: {repository} has no GGUF file that matches {name}")
-        if len(found) > 1:
-            names = ", ".join(path.name for path in found)
-            raise ConfigError(f"model {model}: {len(found)} files match ({names}); name one")
-        _refuse_split(found[0])
-        return ModelFiles(found[0], model, is_gguf=True)
+        return ModelFiles(_one_gguf(model, found), model, is_gguf=True)
     patterns = _CONFIG_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
     folder = _snapshot(repository, revision, patterns, _NOT_NEEDED)
     if not (folder / "config.json").is_file():

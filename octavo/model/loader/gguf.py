@@ -73,7 +73,7 @@ class GGUFSource:
             return lambda: self._grouped(name, stored, shape)
         if self._uploader is None or not _is_decoded_here(kind):
             return lambda: self._in_order(name, self._decoded(stored, dtype).view(shape))
-        raw = self._uploader.begin(self._file.path, stored.offset, stored.num_bytes)
+        raw = self._uploader.begin(stored.file, stored.offset, stored.num_bytes)
         return lambda: self._in_order(name, _decode(raw(), kind, dtype).view(shape))
 
     def close(self) -> None:
