@@ -422,6 +422,6 @@ def _ids(prompt: Any) -> list[int]:
     return ids
 
 
-def _log_progress(phase: str, share: float) -> None:
+def _log_progress(phase: str, share: float, num_bytes: int = 0) -> None:
     if share <= 0:
         logger.info("starting: %s", phase)

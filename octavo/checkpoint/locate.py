@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.checkpoint.catalogue import CATALOGUE, Progress, pull, silent
+from octavo.checkpoint.catalogue import CATALOGUE, pull, silent
 from octavo.checkpoint.split import first_part, parts_of
-from octavo.types import ConfigError
+from octavo.types import ConfigError, Progress
 
 # What a text decoder is loaded from; everything else of a repository stays on the hub.
 _CONFIG_PATTERNS = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]

@@ -64,10 +64,11 @@ class Drain(Message, tag=True):
 
 
 class Progress(Message, tag=True):
-    """A phase of start-up began, or moved on (fraction in 0..1, -1 unknown)."""
+    """A phase of start-up began, or moved on (as ``types.Progress`` has it)."""
 
     phase: str
     fraction: float = -1.0
+    num_bytes: int = 0
 
 
 class EngineInfo(msgspec.Struct):

@@ -23,6 +23,7 @@ from octavo.core.plan import PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.ops.needs import EDITS, LOGPROBS
+from octavo.types import Progress
 from octavo.worker.batch import Rows, order_rows
 from octavo.worker.device import Device
 from octavo.worker.device_step import DeviceStep
@@ -43,7 +44,6 @@ from octavo.worker.sizes import Sizes
 from octavo.worker.slots import Slots
 from octavo.worker.staging import Downloads, Mark
 
-Progress = Callable[[str, float], None]
 Int32 = NDArray[np.int32]
 
 # Libraries' workspaces inside captured graphs.

@@ -14,7 +14,7 @@ from octavo.config import EngineConfig, available_cores, available_memory
 from octavo.core.plan import SAMPLE, NewRequest, StepPlan, StepResult
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
-from octavo.types import SamplingParams
+from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.memory import plan_memory
@@ -26,9 +26,6 @@ from octavo.worker.slots import Slots
 LOGITS_BYTES = 64 << 20
 WARM_UP_TOKENS = 16
 WARM_UP_SECONDS = 0.5
-
-
-Progress = Callable[[str, float], None]
 
 
 class Runner:

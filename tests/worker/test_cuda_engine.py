@@ -123,7 +123,7 @@ class Heard:
 
 def served_alone(requests: list[AddRequest]) -> Heard:
     runner = Runner(config(), Path("none"), lambda path, config, progress: SumModel())
-    runner.start(lambda phase, fraction: None)
+    runner.start(lambda *news: None)
     settings = {"async_scheduling": False, "enable_prefix_caching": False}
     engine, heard = make_engine(AtOnce(runner), 64, **settings), Heard()
     for request in requests:

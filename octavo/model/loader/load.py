@@ -28,9 +28,7 @@ from octavo.model.loader.source import WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
 from octavo.quant.int8 import BYTES_PER_WEIGHT
-from octavo.types import ConfigError
-
-Progress = Callable[[str, float], None]
+from octavo.types import ConfigError, Progress
 
 # Weights of later parts that are on their way to a GPU while a part is built.
 BYTES_AHEAD = 1 << 30
@@ -41,7 +39,7 @@ def load_model(
 ) -> Model:
     """A model from a checkpoint directory or a GGUF file, for ``device`` ("cpu", "cuda").
 
-    ``progress(phase, fraction)`` is called while weights load. Raises ConfigError, in one line, for
+    ``progress`` is told while weights load. Raises ConfigError, in one line, for
     whatever is wrong with the files, before memory is taken where the headers tell.
     """
     quantization, why = choose_quantization(config.model, is_gguf(Path(path)), device)
@@ -137,11 +135,14 @@ def load_weights(
     model.weight_bytes = _weight_bytes(model, source, wanted, dtype)
     _check_free(model, source)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
-    for index, (part, tensors) in enumerate(_fetched(parts, source, dtype, ahead)):
-        progress("loading weights", index / len(parts))
+    sizes = [source.bytes_packed(dict(part.wanted()), dtype) for part in parts]
+    total, done = sum(sizes), 0
+    for size, (part, tensors) in zip(sizes, _fetched(parts, source, dtype, ahead)):
+        progress("loading weights", done / total, total)
         part.load(tensors)
+        done += size
     model.finish()
-    progress("loading weights", 1.0)
+    progress("loading weights", 1.0, total)
 
 
 def _weight_bytes(
