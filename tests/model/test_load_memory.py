@@ -1,4 +1,4 @@
-"""What loading takes beyond the weights themselves: pages of the files are given back on the way."""
+"""What loading takes beyond the weights: pages of the files are given back on the way."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def write_large(directory: Path, tiny: Path, kind: str, shard_bytes: int) -> int
     """A Llama of BF16 zeros in three shards of about so many bytes. Returns the largest's bytes."""
     hidden, inner = 256, 1024
     layer_bytes = 2 * (3 * hidden * inner + 2 * hidden * hidden + 2 * hidden * hidden // 2)
-    shapes = {"layers": 3 * max(1, round(shard_bytes / layer_bytes)), "vocab": 1000}
+    num_layers, vocab = 3 * max(1, round(shard_bytes / layer_bytes)), 1000
     config = json.loads((tiny / "config.json").read_text())
     config |= {
         **TINY,
         "hidden_size": hidden,
         "intermediate_size": inner,
-        "num_hidden_layers": shapes["layers"],
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": hidden // 4,
-        "vocab_size": shapes["vocab"],
+        "vocab_size": vocab,
     }
     (directory / "config.json").write_text(json.dumps(config))
 
@@ -67,11 +67,11 @@ def write_large(directory: Path, tiny: Path, kind: str, shard_bytes: int) -> int
         return torch.zeros(shape, dtype=torch.bfloat16)
 
     shards: list[dict[str, torch.Tensor]] = [{}, {}, {}]
-    shards[0]["model.embed_tokens.weight"] = matrix(shapes["vocab"], hidden)
-    shards[2] |= {"model.norm.weight": matrix(hidden), "lm_head.weight": matrix(1000, hidden)}
-    for layer in range(shapes["layers"]):
+    shards[0]["model.embed_tokens.weight"] = matrix(vocab, hidden)
+    shards[2] |= {"model.norm.weight": matrix(hidden), "lm_head.weight": matrix(vocab, hidden)}
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
-        shards[layer * 3 // shapes["layers"]] |= {
+        shards[layer * 3 // num_layers] |= {
             f"{prefix}.input_layernorm.weight": matrix(hidden),
             f"{prefix}.post_attention_layernorm.weight": matrix(hidden),
             f"{prefix}.self_attn.q_proj.weight": matrix(hidden, hidden),
@@ -95,7 +95,7 @@ def write_large(directory: Path, tiny: Path, kind: str, shard_bytes: int) -> int
 def test_loading_takes_the_weights_and_little_more(tmp_path, tiny, kind, dtype) -> None:
     """Beyond the weights at most 1.2 times the largest shard."""
     load_format = "pt" if kind == "bin" else kind
-    largest = write_large(tmp_path, tiny, kind, 40_000_000)
+    largest = write_large(tmp_path, tiny, kind, 60_000_000)
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tiny), str(tmp_path), dtype, load_format],
         capture_output=True,
