@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.checkpoint.json_file import read_object
 from octavo.text.pieces import PieceType, sentencepiece_backend
-from octavo.text.sentencepiece_model import read_sentencepiece_model
-from octavo.text.vocabulary import Spelling, Vocabulary
+from octavo.text.sentencepiece_model import SentencepieceModel, read_sentencepiece_model
+from octavo.text.vocabulary import PrefixSpace, Spelling, Vocabulary
 from octavo.types import ConfigError
 
 _NAMES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
@@ -72,7 +72,7 @@ def _from_sentencepiece(directory: Path) -> Vocabulary:
         model.tokens,
         model.scores,
         model.types,
-        add_space_prefix=model.add_space_prefix,
+        add_space_prefix=False,
         where=path,
         charsmap=model.charsmap,
         collapse_spaces=model.collapse_spaces,
@@ -93,9 +93,18 @@ def _from_sentencepiece(directory: Path) -> Vocabulary:
         prefix_ids=[bos] if bos is not None and settings.get("add_bos_token", True) else [],
         suffix_ids=[eos] if eos is not None and settings.get("add_eos_token", False) else [],
         adds_space=model.add_space_prefix,
+        prefix_space=_prefix_space(model, settings),
         templates=_templates(directory, settings),
         named_tokens=named,
     )
+
+
+def _prefix_space(model: SentencepieceModel, settings: dict[str, Any]) -> PrefixSpace:
+    """Sentencepiece puts its prefix once; transformers' ``legacy`` puts one after each special
+    token too, which is what tokenizers without that setting were made with."""
+    if not model.add_space_prefix:
+        return PrefixSpace.NONE
+    return PrefixSpace.EACH if settings.get("legacy") is not False else PrefixSpace.FIRST
 
 
 def _named_tokens(settings: dict[str, Any], directory: Path) -> dict[str, str]:

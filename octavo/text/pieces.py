@@ -16,6 +16,10 @@ from tokenizers import Tokenizer as Backend
 from octavo.types import ConfigError
 
 
+# Stands for a prefix space until a text is normalized: a noncharacter, which no rule changes.
+PREFIX_SPACE = "\U0010ffff"
+
+
 class PieceType(IntEnum):
     """Of ``tokenizer.ggml.token_type`` and of tokenizer.model's pieces."""
 
@@ -76,7 +80,8 @@ def sentencepiece_backend(
     collapse_spaces: bool = False,
 ) -> Backend:
     """``charsmap`` is sentencepiece's compiled normalization; ``collapse_spaces`` makes runs of
-    spaces one and strips the ends, before the prefix space is put."""
+    spaces one and strips the ends. The prefix space is put before every part of a text between
+    added tokens, or (not ``add_space_prefix``) where the text has PREFIX_SPACE."""
     vocab = index_tokens(tokens, where)
     unknown = [token for token, kind in zip(tokens, types) if kind == PieceType.UNKNOWN]
     model = models.BPE(
@@ -87,16 +92,26 @@ def sentencepiece_backend(
         byte_fallback=PieceType.BYTE in types,
     )
     backend = Backend(model)
-    steps: list[normalizers.Normalizer] = []
-    if charsmap:
-        steps.append(normalizers.Precompiled(charsmap))
+    steps = _charsmap_steps(charsmap) if charsmap else []
     if collapse_spaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        ends = Regex(rf"\A +|(?<=\A{PREFIX_SPACE}) +| +\z")
+        steps += [normalizers.Replace(ends, ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if add_space_prefix:
         steps.append(normalizers.Prepend("▁"))
+    else:
+        steps.append(normalizers.Replace(PREFIX_SPACE, "▁"))
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     backend.add_tokens(added_tokens(tokens, types))
     return backend
+
+
+def _charsmap_steps(charsmap: bytes) -> list[normalizers.Normalizer]:
+    """Sentencepiece maps character by character; the tokenizers library takes "\\r\\n" for one and
+    would lose half of it where the rule maps "\\r"."""
+    rule = normalizers.Precompiled(charsmap)
+    if rule.normalize_str("\r") == "\r":
+        return [rule]
+    return [normalizers.Replace("\r\n", "\n\n"), rule]

@@ -83,13 +83,52 @@ def test_sentencepiece_gguf_and_model_equal_sentencepiece(tmp_path, prefix):
                 assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_sentencepiece_normalization_is_applied(tmp_path):
+# What sentencepiece itself knows as special is plain text to its ``encode``.
+NOT_CONTROL = [text for text in TEXTS if not any(t in text for t in ("<s>", "</s>", "<unk>"))]
+
+
+@pytest.mark.parametrize("legacy", [None, True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_dummy_prefix": False},
+        {"remove_extra_whitespaces": True},
+        {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+        {"normalization_rule_name": "nmt_nfkc"},
+    ],
+)
+def test_sentencepiece_model_equals_sentencepiece(tmp_path, options, legacy):
+    """User-defined symbols too (<|im_start|>), glued to words: they are no beginning of a text."""
     sentencepiece = pytest.importorskip("sentencepiece")
-    model = vocabularies.train_sentencepiece(
-        tmp_path, normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True
-    )
+    model = vocabularies.train_sentencepiece(tmp_path, **options)
+    if legacy is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": legacy}))
     reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    same_ids(load_tokenizer(tmp_path), reference.encode, ["ﬁ  ligature ①", " a   b ", "ｆｕｌｌ"])
+    texts = NOT_CONTROL
+    if options.get("remove_extra_whitespaces"):
+        # Ours strips each part between symbols, and a text of spaces keeps its prefix.
+        texts = [text for text in texts if "|> <|" not in text and (text.strip() or not text)]
+    assert len(texts) > 150
+    same_ids(load_tokenizer(tmp_path), reference.encode, texts)
+
+
+def test_the_space_after_a_special_token_follows_the_configuration(tmp_path):
+    """transformers' ``legacy``: every part between special tokens has a prefix space, or only the
+    beginning of a text."""
+    pytest.importorskip("sentencepiece")
+    vocabularies.train_sentencepiece(tmp_path)
+
+    def pieces(text, legacy):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": legacy}))
+        tokenizer = load_tokenizer(tmp_path)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return "|".join(tokenizer.vocabulary.backend.id_to_token(index) for index in ids)
+
+    assert pieces("the</s>the", True) == "▁the|</s>|▁the"
+    assert pieces("the</s>the", False) == "▁the|</s>|th|e"
+    assert pieces("<s></s>the</s>", True) == "<s>|</s>|▁the|</s>"
+    assert pieces("<s></s>the</s>", False) == "<s>|</s>|th|e|</s>"
 
 
 def test_unigram_sentencepiece_is_refused(tmp_path):
