@@ -15,7 +15,6 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.types import ConfigError
 
-
 # Stands for a prefix space until a text is normalized: a noncharacter, which no rule changes.
 PREFIX_SPACE = "\U0010ffff"
 

@@ -32,15 +32,15 @@ def smollm(model_g):
     return load_tokenizer(model_g)
 
 
-def test_there_are_about_two_hundred_texts():
-    assert len(TEXTS) >= 190
+def test_there_are_two_hundred_texts():
+    assert len(TEXTS) >= 200
 
 
 def test_smollm2_gguf_equals_transformers(smollm, model_g):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(model_g.parent, gguf_file=model_g.name)
-    # transformers does not know `pre` smollm, by which ² and ½ are split from what is around them.
-    texts = [text for text in TEXTS if "²" not in text]
+    # transformers does not know `pre` smollm, by which digits that are not 0-9 stand alone, too.
+    texts = [text for text in TEXTS if "²" not in text and " ١" not in text]
     same_ids(smollm, lambda text: reference.encode(text, add_special_tokens=False), texts)
 
 
@@ -109,6 +109,10 @@ def test_sentencepiece_model_equals_sentencepiece(tmp_path, options, legacy):
     if options.get("remove_extra_whitespaces"):
         # Ours strips each part between symbols, and a text of spaces keeps its prefix.
         texts = [text for text in texts if "|> <|" not in text and (text.strip() or not text)]
+    if "normalization_rule_name" in options:
+        # The tokenizers library applies such a rule by characters as people see them, sentencepiece
+        # to code points: only it composes jamo and looks at every mark of a letter.
+        texts = [text for text in texts if "jamo" not in text and not text.startswith("Z\u0351")]
     assert len(texts) > 150
     same_ids(load_tokenizer(tmp_path), reference.encode, texts)
 
@@ -133,7 +137,7 @@ def test_the_space_after_a_special_token_follows_the_configuration(tmp_path):
 
 def test_unigram_sentencepiece_is_refused(tmp_path):
     pytest.importorskip("sentencepiece")
-    vocabularies.train_sentencepiece(tmp_path, model_type="unigram", vocab_size=500)
+    vocabularies.train_sentencepiece(tmp_path, model_type="unigram", vocab_size=640)
     with pytest.raises(ConfigError, match="unigram"):
         load_tokenizer(tmp_path)
 
@@ -184,11 +188,13 @@ def test_duplicate_tokens_are_refused(tmp_path):
         load_tokenizer(file)
 
 
-def test_missing_pre_and_types_use_the_defaults(tmp_path):
+def test_missing_pre_and_types_use_the_defaults(tmp_path, caplog):
     reference = vocabularies.trained_byte_level("gpt-2")
     facts = vocabularies.byte_level_facts(reference, None)
     facts["tokenizer.ggml.token_type"] = None
-    tokenizer = load_tokenizer(vocabularies.write_gguf(tmp_path / "old.gguf", facts))
+    with caplog.at_level("WARNING"):
+        tokenizer = load_tokenizer(vocabularies.write_gguf(tmp_path / "old.gguf", facts))
+    assert "old.gguf: tokenizer.ggml.pre is missing" in caplog.text and "--tokenizer" in caplog.text
     same_ids(tokenizer, lambda text: reference.encode(text).ids, PLAIN)
     assert tokenizer.special_ids == {0, 1}
 
