@@ -79,5 +79,5 @@ def test_a_misspelt_catalogue_name_names_its_neighbour() -> None:
 
 
 def test_an_unknown_bare_name_never_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.checkpoint.locate._snapshot", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("octavo.checkpoint.hub._snapshot", lambda *_, **__: pytest.fail("asked"))
     assert "org/name" in message("gpt-nothing")
