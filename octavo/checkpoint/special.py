@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from octavo.checkpoint.json_file import read_object
+from octavo.checkpoint.sentencepiece_model import read_sentencepiece_model
+from octavo.types import ConfigError
 
 
 def tokenizer_eos_ids(path: Path) -> list[int]:
-    """Ids of the ``eos_token`` of tokenizer_config.json; [] when there is none, and for a GGUF
-    file, whose metadata model.facts reads."""
+    """Ids of the ``eos_token`` of tokenizer_config.json or special_tokens_map.json (of a
+    tokenizer.model: ``</s>`` where they name none); [] when there is none, and for a GGUF file,
+    whose metadata model.facts reads."""
     if path.is_file():
         return []
-    eos = read_object(path / "tokenizer_config.json", missing_ok=True).get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
+    settings = read_object(path / "tokenizer_config.json", missing_ok=True)
+    text = _text(settings.get("eos_token"))
+    if text is None and "eos_token" not in settings:
+        older = read_object(path / "special_tokens_map.json", missing_ok=True)
+        text = _text(older.get("eos_token"))
+    tokenizer = path / "tokenizer.json"
+    if tokenizer.is_file():
+        return _ids_of(text, settings, read_object(tokenizer))
+    if not (path / "tokenizer.model").is_file():
+        return []
+    pieces = read_sentencepiece_model(path / "tokenizer.model").tokens
+    name = "</s>" if text is None else text
+    return sorted({*_ids_of(name, settings, {}), *_places(pieces, name)})
+
+
+def _text(token: Any) -> str | None:
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def _ids_of(text: str | None, settings: dict[str, Any], tokenizer: dict[str, Any]) -> list[int]:
+    """From the added tokens of both files, else from the vocabulary."""
     if text is None:
         return []
-    added = read_object(path / "tokenizer.json", missing_ok=True).get("added_tokens") or []
-    return sorted({int(token["id"]) for token in added if token.get("content") == text})
+    try:
+        listed = settings.get("added_tokens_decoder") or {}
+        found = {int(index) for index, token in listed.items() if _text(token) == text}
+        added = tokenizer.get("added_tokens") or []
+        found |= {int(token["id"]) for token in added if token.get("content") == text}
+        vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+        if not found and isinstance(vocab, dict) and text in vocab:
+            found = {int(vocab[text])}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"the tokenizer files are not as transformers writes them ({error!r})"
+        ) from None
+    return sorted(found)
+
+
+def _places(pieces: list[str], text: str) -> list[int]:
+    return [index for index, piece in enumerate(pieces) if piece == text]

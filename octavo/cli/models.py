@@ -59,12 +59,12 @@ def run(arguments: Arguments) -> int:
     ]
     print(table(rows))
     print("\nhub models on this machine (octavo serve ORG/NAME, ORG/NAME:FILE of GGUF files)")
-    rows = [
+    on_disk = [
         (name, size(num_bytes), str(model.path))
         for model in cached
         for name, num_bytes in model.servable()
     ]
-    print(table(rows) or "  none")
+    print(table(on_disk) or "  none")
     return 0
 
 

@@ -1,5 +1,5 @@
 """Text to token ids and back. One class for every kind of vocabulary; loading is in the files
-beside this one (``directory``, ``gguf_vocabulary``, ``sentencepiece_model``)."""
+beside this one (``directory``, ``gguf_vocabulary``)."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from octavo.text.pieces import PieceType
 from octavo.types import ConfigError
 
 _KINDS = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}
 _BPE = 2
+_NORMAL = 1  # the type of a piece that states none
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 Field = tuple[int, int | bytes]
@@ -42,7 +42,7 @@ def read_sentencepiece_model(path: Path) -> SentencepieceModel:
                 piece = dict(_fields(value))
                 model.tokens.append(_raw(piece.get(1, b"")).decode())
                 model.scores.append(struct.unpack("<f", _raw(piece.get(2, bytes(4))))[0])
-                model.types.append(int(piece.get(3, PieceType.NORMAL)))
+                model.types.append(int(piece.get(3, _NORMAL)))
             elif number == 2 and isinstance(value, bytes):
                 kind = int(dict(_fields(value)).get(3, kind))
             elif number == 3 and isinstance(value, bytes):
