@@ -64,6 +64,13 @@ class FinishReason(str, Enum):
     ERROR = "error"  # a failed step; the message is in the output
 
 
+class Pooling(str, Enum):
+    """How the hidden states of a prompt's tokens, after the final norm, become one vector."""
+
+    LAST = "last"  # that of the last token
+    MEAN = "mean"  # of all tokens, the mean
+
+
 @dataclass(slots=True)
 class SamplingParams:
     """How to draw tokens; names, defaults and order of application as in vLLM (docs/sampling.md).
@@ -258,6 +265,28 @@ class CompletionOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """``embedding``: FP32 values, as many as the model's hidden size."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """What ``LLM.embed`` gives for one prompt; names as in vLLM."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
