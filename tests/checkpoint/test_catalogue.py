@@ -137,3 +137,20 @@ def test_an_unwritable_cache_is_named(model: CatalogueModel, tmp_path: Path) -> 
     (tmp_path / "cache").write_text("a file where the directory should be")
     with pytest.raises(ConfigError, match="OCTAVO_CACHE"):
         pull(model)
+
+
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        ("23.2.1", []),
+        ("24.1", ["--progress-bar", "raw"]),
+        ("25.1", ["--progress-bar", "raw", "--resume-retries", "5"]),
+        ("26.0.dev1", ["--progress-bar", "raw", "--resume-retries", "5"]),
+        ("odd", []),
+    ],
+)
+def test_pip_is_asked_only_for_what_it_knows(
+    version: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue.metadata, "version", lambda package: version)
+    assert catalogue._newer_options() == options
