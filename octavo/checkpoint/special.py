@@ -1,13 +1,48 @@
-"""Which token ids end an answer, as a directory's tokenizer files say. Never torch."""
+"""Which token ids end an answer, as a checkpoint's tokenizer says. Never torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.json_file import read_object
 from octavo.checkpoint.sentencepiece_model import read_sentencepiece_model
 from octavo.types import ConfigError
+
+# With which chat models end a turn, where their GGUF file does not say so.
+_TURN_ENDS = {
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>"),
+    *("<end_of_utterance>", "<|END_OF_TURN_TOKEN|>", "<|endofturn|>", "<EOT>", "<turn|>"),
+    *("<|return|>", "<|call|>"),
+}
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def gguf_eos_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """A GGUF file's eos, eot and eom ids. Many files name only the first, which some models never
+    write in a chat: a token that is known to end turns, and does in the file's own chat template,
+    is taken for one that is not named."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    found = [int(metadata[key]) for key in keys if metadata.get(key) is not None]
+    if "tokenizer.ggml.eot_token_id" not in metadata:
+        found += _ends_of_turns(metadata)
+    return list(dict.fromkeys(found))
+
+
+def _ends_of_turns(metadata: Mapping[str, Any]) -> list[int]:
+    template = metadata.get("tokenizer.chat_template")
+    tokens, types = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if not isinstance(template, str) or not tokens or types is None:
+        return []
+    found = {
+        token: index
+        for index, (token, kind) in enumerate(zip(tokens, types))
+        if kind in (_CONTROL, _USER_DEFINED) and token in _TURN_ENDS and token in template
+    }
+    if "<|return|>" in found:  # gpt-oss: a turn goes on after the messages that <|end|> ends
+        found.pop("<|end|>", None)
+    return list(found.values())
 
 
 def tokenizer_eos_ids(path: Path) -> list[int]:

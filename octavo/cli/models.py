@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.checkpoint.catalogue import CATALOGUE
+from octavo.checkpoint.split import first_part
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.console import size, table
 from octavo.config import flag
@@ -92,11 +93,12 @@ class CachedModel:
 
     def servable(self) -> list[tuple[str, int]]:
         """What ``octavo serve`` can be given, and its bytes."""
-        found = [(self.name, self.num_bytes)] if self.has_config else []
-        for name in self.gguf:
+        found = {self.name: self.num_bytes} if self.has_config else {}
+        for name in self.gguf:  # parts of a split one count as its first
             files = self.path.glob(f"snapshots/*/{name}")
-            found.append((f"{self.name}:{name}", max(file.stat().st_size for file in files)))
-        return found
+            served = f"{self.name}:{first_part(Path(name))}"
+            found[served] = found.get(served, 0) + max(file.stat().st_size for file in files)
+        return list(found.items())
 
 
 def cached_hub_models() -> list[CachedModel]:

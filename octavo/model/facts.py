@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.checkpoint.gguf import GGUFFile
 from octavo.checkpoint.json_file import read_object
+from octavo.checkpoint.special import gguf_eos_ids
 from octavo.model.families.catalogue import family_of
 from octavo.model.families.gguf_config import config_from_gguf
 from octavo.model.families.reading import ConfigReader
@@ -63,17 +64,14 @@ def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
 
 def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:
     """Ids that end an output: config ∪ generation_config, in that order. The tokenizer's own EOS
-    is the caller's to add. For a GGUF file: its eos, eot and eom ids."""
+    is the caller's to add. For a GGUF file: ``checkpoint.special.gguf_eos_ids``."""
     path = Path(path)
     if is_gguf(path):
-        metadata = GGUFFile(path).metadata
-        names = ("eos", "eot", "eom")
-        values = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-    else:
-        values = [
-            source.get("eos_token_id")
-            for source in (read_config(path, overrides), _generation_config(path))
-        ]
+        return gguf_eos_ids(GGUFFile(path).metadata)
+    values = [
+        source.get("eos_token_id")
+        for source in (read_config(path, overrides), _generation_config(path))
+    ]
     ids: dict[int, None] = {}
     for value in values:
         for entry in value if isinstance(value, list) else [value]:

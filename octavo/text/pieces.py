@@ -31,11 +31,13 @@ class PieceType(IntEnum):
 
 
 def added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[AddedToken]:
-    """Tokens found in a text as a whole: control ones (special) and user-defined ones."""
+    """Tokens found in a text as a whole: control ones and the unknown one (special), and
+    user-defined ones."""
+    special = (PieceType.CONTROL, PieceType.UNKNOWN)
     return [
-        AddedToken(token, special=kind == PieceType.CONTROL, normalized=False)
+        AddedToken(token, special=kind in special, normalized=False)
         for token, kind in zip(tokens, types)
-        if kind in (PieceType.CONTROL, PieceType.USER_DEFINED) and token
+        if kind in (*special, PieceType.USER_DEFINED) and token
     ]
 
 

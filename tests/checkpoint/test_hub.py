@@ -214,12 +214,13 @@ def test_pull_after_a_failed_one_fetches_only_what_is_missing(
 def test_models_lists_what_is_on_disk_and_its_size(
     hub: FakeHub, tmp_path: Path, large: bytes
 ) -> None:
-    for model in ("org/large", "org/gguf:Q8_0", "org/pickles"):
+    for model in ("org/large", "org/gguf:Q8_0", "org/pickles", "org/split:Q4_0"):
         assert octavo(hub, tmp_path, "pull", model).returncode == 0
     listed = json.loads(octavo(hub, tmp_path, "models", "--json").stdout)["hub"]
-    assert sorted(listed) == ["org/gguf", "org/large", "org/pickles"]
+    assert sorted(listed) == ["org/gguf", "org/large", "org/pickles", "org/split"]
     assert listed["org/large"]["bytes"] == 2 * (len(large) + 1) + 2
     assert listed["org/gguf"]["files"] == ["m.Q8_0.gguf"]
     text = octavo(hub, tmp_path, "models").stdout
     assert "org/large" in text and "29.3 MiB" in text
     assert "org/gguf:m.Q8_0.gguf" in text and "5 B" in text
+    assert "org/split:m-Q4_0-00001-of-00002.gguf  10 B" in text and "00002-of" not in text

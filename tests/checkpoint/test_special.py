@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.checkpoint.special import tokenizer_eos_ids
+from octavo.checkpoint.special import gguf_eos_ids, tokenizer_eos_ids
 from octavo.types import ConfigError
 from tests.text import vocabularies
 
@@ -57,6 +57,39 @@ def test_a_directory_without_tokenizer_and_a_file_have_none(tmp_path: Path) -> N
     assert tokenizer_eos_ids(tmp_path) == []
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert tokenizer_eos_ids(tmp_path / "m.gguf") == []
+
+
+@pytest.mark.parametrize(
+    ("named", "template", "found"),
+    [
+        ({"eos": 0}, "<|user|>…<|end|>", [0, 3]),
+        ({"eos": 0, "eot": 2}, "<|user|>…<|end|>", [0, 2]),
+        ({"eos": 3}, "<|user|>…<|end|>", [3]),
+        ({"eos": 0, "eom": 2}, "…<end_of_turn>", [0, 2, 4]),
+        ({"eos": 0}, "{{ eos_token }}", [0]),
+        ({"eos": 0}, None, [0]),
+        ({}, "…<|im_end|>", []),  # a plain token, not a control one
+        ({"eos": 6}, "…<|end|>…<|return|>", [6]),  # gpt-oss
+    ],
+)
+def test_a_gguf_file_that_does_not_name_its_end_of_turn(
+    named: dict[str, int], template: str | None, found: list[int]
+) -> None:
+    metadata = {f"tokenizer.ggml.{name}_token_id": index for name, index in named.items()}
+    metadata |= {
+        "tokenizer.ggml.tokens": [
+            "</s>",
+            "<|user|>",
+            "<x>",
+            "<|end|>",
+            "<end_of_turn>",
+            "<|im_end|>",
+            "<|return|>",
+        ],
+        "tokenizer.ggml.token_type": [3, 3, 3, 3, 4, 1, 3],
+        "tokenizer.chat_template": template,
+    }
+    assert gguf_eos_ids(metadata) == found
 
 
 def test_files_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def test_sentencepiece_gguf_and_model_equal_sentencepiece(tmp_path, prefix):
         assert tokenizer.adds_bos
         assert tokenizer.encode("hi") == [1, *reference.encode("hi")]
         for text in PLAIN:
-            if "▁" not in text:  # which is how sentencepiece writes a space
+            if "▁" not in text and text != "<unk>":  # a space to sentencepiece, and a token
                 assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -152,6 +153,27 @@ def test_sentencepiece_space_after_a_special_token_follows_llama_cpp(tmp_path):
     tokenizer = load_tokenizer(file)
     word = tokenizer.encode("the", add_special_tokens=False)
     assert tokenizer.encode("the</s>the", add_special_tokens=False) == [*word, 2, *word]
+
+
+def test_sentencepiece_gguf_cuts_at_special_tokens_as_llama_cpp_does(tmp_path):
+    """Each part between them is a text of its own, for sentencepiece to encode."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = vocabularies.train_sentencepiece(tmp_path / "model")
+    facts = vocabularies.sentencepiece_facts(model)
+    tokenizer = load_tokenizer(vocabularies.write_gguf(tmp_path / "vocabulary.gguf", facts))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    special = {
+        text: index
+        for index, text in enumerate(facts["tokenizer.ggml.tokens"])
+        if facts["tokenizer.ggml.token_type"][index] in (2, 3)
+    }
+    pattern = re.compile("(" + "|".join(map(re.escape, special)) + ")")
+
+    def encode(text):
+        parts = filter(None, pattern.split(text))
+        return [i for p in parts for i in ([special[p]] if p in special else reference.encode(p))]
+
+    same_ids(tokenizer, encode)
 
 
 @pytest.mark.parametrize(
