@@ -68,8 +68,13 @@ def _from_tokenizer_json(directory: Path) -> Vocabulary:
 def _from_sentencepiece(directory: Path) -> Vocabulary:
     path = directory / "tokenizer.model"
     model = read_sentencepiece_model(path)
+    # Symbols are looked for in the text, where a space is a space (Gemma has runs of them).
+    tokens = [
+        token.replace("▁", " ") if kind == PieceType.USER_DEFINED else token
+        for token, kind in zip(model.tokens, model.types)
+    ]
     backend = sentencepiece_backend(
-        model.tokens,
+        tokens,
         model.scores,
         model.types,
         add_space_prefix=False,

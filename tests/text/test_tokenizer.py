@@ -118,6 +118,20 @@ def test_sentencepiece_model_equals_sentencepiece(tmp_path, options, legacy):
     same_ids(load_tokenizer(tmp_path), reference.encode, texts)
 
 
+def test_sentencepiece_symbols_of_spaces_are_found_in_a_text(tmp_path):
+    """As in Gemma's model, which has no prefix space."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    symbols = ["<|im_start|>", "<|im_end|>", "▁▁", "▁▁▁", "▁▁▁▁▁", "\n\n"]
+    model = vocabularies.train_sentencepiece(
+        tmp_path, add_dummy_prefix=False, user_defined_symbols=symbols
+    )
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    tokenizer = load_tokenizer(tmp_path)
+    same_ids(tokenizer, reference.encode, NOT_CONTROL)
+    for text in ("a     b  c", "   def f():\n\n       x"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_the_space_after_a_special_token_follows_the_configuration(tmp_path):
     """transformers' ``legacy``: every part between special tokens has a prefix space, or only the
     beginning of a text."""
