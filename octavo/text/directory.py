@@ -81,6 +81,7 @@ def _from_sentencepiece(directory: Path) -> Vocabulary:
         where=path,
         charsmap=model.charsmap,
         collapse_spaces=model.collapse_spaces,
+        is_unigram=model.is_unigram,
     )
     settings = read_object(directory / "tokenizer_config.json", missing_ok=True)
     named = {"bos_token": "<s>", "eos_token": "</s>", **_named_tokens(settings, directory)}
