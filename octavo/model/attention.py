@@ -27,6 +27,7 @@ def geometry_of(spec: GQASpec) -> AttentionGeometry:
         qk_norm_eps=spec.qk_norm.eps if spec.qk_norm and by_head else None,
         softcap=spec.softcap,
         own_scale=spec.scale,
+        sinks=spec.sinks,
     )
 
 
@@ -58,6 +59,7 @@ class Attention:
             ((f"{prefix}.o", hidden_size),), width, bias=spec.out_bias, epilogue=epilogue
         )
         self.qk_weight: Tensor | None = None  # [heads + kv_heads, d], of a norm of each head
+        self.sinks: Tensor | None = None  # FP32 [heads]
         self.qk_norms: list[RMSNorm] = []  # of projections
         if spec.qk_norm and spec.qk_norm_over == "projection":
             self.qk_norms = [
@@ -80,6 +82,8 @@ class Attention:
         if self.spec.qk_norm and not self.qk_norms:
             yield f"{self.prefix}.q_norm.weight", (self.spec.head_dim,)
             yield f"{self.prefix}.k_norm.weight", (self.spec.head_dim,)
+        if self.spec.sinks:
+            yield f"{self.prefix}.sinks.weight", (self.spec.num_heads,)
 
     def load(self, tensors: Mapping[str, Any]) -> None:
         tensors = self._in_rotary_order(tensors)
@@ -91,6 +95,8 @@ class Attention:
             query = tensors[f"{self.prefix}.q_norm.weight"].expand(self.spec.num_heads, -1)
             key = tensors[f"{self.prefix}.k_norm.weight"].expand(self.spec.num_kv_heads, -1)
             self.qk_weight = torch.cat((query, key))
+        if self.spec.sinks:
+            self.sinks = tensors[f"{self.prefix}.sinks.weight"].float()
 
     def _in_rotary_order(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """With q and k moved within each head so that what turns together is a kernel's pair.
@@ -114,4 +120,4 @@ class Attention:
             query, key, value = qkv.split((width, kv_width, kv_width), dim=1)
             query_norm, key_norm = self.qk_norms
             qkv = torch.cat((query_norm(query), key_norm(key), value), dim=1)
-        return self.operation(qkv, cache, state, self.qk_weight)
+        return self.operation(qkv, cache, state, self.qk_weight, self.sinks)

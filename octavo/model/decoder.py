@@ -77,7 +77,8 @@ class Model:
 
     def parts(self) -> list[Part]:
         extra: list[Part | None] = [self.norm, self._states.factors]
-        return [self.embedding, *self.layers, *(part for part in extra if part)]
+        layers = [part for layer in self.layers for part in layer.parts()]
+        return [self.embedding, *layers, *(part for part in extra if part)]
 
     def finish(self) -> None:
         """After all parts are loaded."""
@@ -126,7 +127,9 @@ class Model:
     def _run(self, batch: ForwardBatch, cache: list[Tensor], tokens: Tensor | None) -> Tensor:
         states = self._states.prepare(batch)
         if self._recorded is None:
-            return self._run_now(batch.token_ids, cache, states, tokens, batch.positions)
+            # On a GPU rows of padding fill a captured step.
+            slots = None if self.device == "cpu" else batch.slot_mapping
+            return self._run_now(batch.token_ids, cache, states, tokens, batch.positions, slots)
         return self._recorded(self._run_now, batch.token_ids, cache, states, tokens)
 
     def _run_now(
@@ -136,11 +139,12 @@ class Model:
         states: Sequence[Any],
         tokens: Tensor | None,
         positions: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
         x = self.embedding(ids, positions)
         for layer, layer_cache, state in zip(self.layers, cache, self._state_of):
             wanted = tokens if layer is self.layers[-1] else None
-            x = layer(x, layer_cache, states[state], wanted)
+            x = layer(x, layer_cache, states[state], wanted, slots)
         return x if self.norm is None else self.norm(x)
 
     @torch.inference_mode()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -10,9 +11,18 @@ from torch import Tensor
 
 from octavo.model.attention import Attention
 from octavo.model.linear import Linear
+from octavo.model.mla import LatentAttention
 from octavo.model.mlp import MLP
+from octavo.model.moe import MoE
 from octavo.model.norm import Norm, make_norm
-from octavo.model.spec import FeedForwardSpec, LayerSpec, MixerSpec, ResidualSpec
+from octavo.model.spec import (
+    FeedForwardSpec,
+    LayerSpec,
+    MixerSpec,
+    MLASpec,
+    MoESpec,
+    ResidualSpec,
+)
 from octavo.model.states import AttentionStates, StateKey
 from octavo.ops.linear import Epilogue
 
@@ -57,9 +67,15 @@ class FeedForward(Part, Protocol):
 
     def linears(self) -> tuple[Linear, ...]: ...
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: [T, hidden]. [T, hidden], added to ``residual`` if given, which may be written
-        over."""
+    def experts(self) -> Sequence[Part]:
+        """What is loaded after it, one part at a time."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, slots: Tensor | None = None
+    ) -> Tensor:
+        """x: [T, hidden]. [T, hidden], added to ``residual`` if given, which may be written over.
+        ``slots``: int64 [T], negative for padding, of which anything may come; None: there is
+        none."""
 
 
 class Residual:
@@ -141,16 +157,27 @@ class Layer:
         sums = (self._around_mixer.epilogue, self._around_mlp.epilogue)
         return self.mixer.is_plain and all(epilogue == "add" for epilogue in sums)
 
+    def parts(self) -> list[Part]:
+        """What is loaded at one go each."""
+        return [self, *self.mlp.experts()]
+
     def __call__(
-        self, x: Tensor, cache: Tensor, state: Any, tokens: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: Tensor,
+        state: Any,
+        tokens: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
         """x: [T, hidden]. ``tokens``: int64 [r], those that are wanted; every token's keys and
-        values go into the cache all the same."""
+        values go into the cache all the same. ``slots``: see ``FeedForward``."""
         mixed = self.mixer(self._around_mixer.enter(x), cache, state)
         if tokens is not None:
             mixed, x = self._take_rows(mixed, tokens), self._take_rows(x, tokens)
+            slots = None if slots is None else slots[tokens]
         x = self._around_mixer.leave(x, self.mixer.out, mixed)
-        return self._around_mlp.leave(x, self.mlp, self._around_mlp.enter(x))
+        mlp = self.mlp if slots is None else partial(self.mlp, slots=slots)
+        return self._around_mlp.leave(x, mlp, self._around_mlp.enter(x))
 
 
 def make_mixer(
@@ -162,6 +189,8 @@ def make_mixer(
     ops: Operations,
     epilogue: Epilogue,
 ) -> Mixer:
+    if isinstance(spec, MLASpec):
+        return LatentAttention(prefix, spec, hidden_size, states, make_linear, ops, epilogue)
     return Attention(prefix, spec, hidden_size, states, make_linear, ops, epilogue)
 
 
@@ -173,4 +202,6 @@ def make_mlp(
     ops: Operations,
     epilogue: Epilogue,
 ) -> FeedForward:
+    if isinstance(spec, MoESpec):
+        return MoE(prefix, spec, hidden_size, make_linear, ops, epilogue)
     return MLP(prefix, spec, hidden_size, make_linear, ops.get("activate"), epilogue)

@@ -52,9 +52,14 @@ class MLP:
         self.gate_up.load(tensors)
         self.down.load(tensors)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def experts(self) -> tuple[()]:
+        return ()
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, slots: Tensor | None = None
+    ) -> Tensor:
         """x: [T, hidden]. [T, hidden], added to ``residual`` (of the same shape) if given, which
-        may be written over."""
+        may be written over. ``slots`` makes no difference."""
         y = self.gate_up(x)
         if not self.fused:
             assert self.activate is not None

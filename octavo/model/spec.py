@@ -120,7 +120,7 @@ class GQASpec:
     """Grouped-query attention. ``rope``: None: heads do not turn. ``window``: keys a token sees,
     itself included; None: all. ``scale``: of the scores; None: 1 / sqrt(head_dim). ``softcap``:
     scores s become softcap * tanh(s / softcap). ``qk_norm_over``: a norm of q and k takes each head
-    by itself, or the projection whole."""
+    by itself, or the projection whole. ``sinks``: each head has one more score, of nothing."""
 
     num_heads: int
     num_kv_heads: int
@@ -133,9 +133,33 @@ class GQASpec:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True)
+class MLASpec:
+    """Multi-head latent attention: keys and values of all heads are projections of one latent of
+    ``latent_dim`` numbers, beside one rotated key of ``rope_dim`` that the heads share.
+
+    ``nope_dim``, ``rope_dim``: the parts of a query head without and with RoPE, whose pairs are
+    (2i, 2i + 1) where ``interleaved``. ``query_rank``: of the latent that queries are projected
+    from; None: they are projected from the layer's input. ``norm``: of the latents. ``scale``: of
+    the scores.
+    """
+
+    num_heads: int
+    latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None
+    rope: RopeSpec
+    norm: RMSNormSpec
+    scale: float
+    interleaved: bool
 
 
 @dataclass(frozen=True)
@@ -156,8 +180,40 @@ class PlainMLPSpec:
     bias: bool = False
 
 
-MixerSpec = GQASpec
-FeedForwardSpec = MLPSpec | PlainMLPSpec
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a token's ``top_k`` experts are chosen and weighed, in the words of
+    ``octavo.ops.moe.Routing``. ``corrected``: a number per expert is added to the scores for the
+    choice alone."""
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    bias: bool = False
+    corrected: bool = False
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Mixture of experts: weight * down(activation(gate(x), up(x))), summed over the chosen ones.
+    ``shared``: an MLP that every token goes through besides, times sigmoid(w x) if
+    ``shared_gate``."""
+
+    router: RouterSpec
+    intermediate_size: int
+    activation: Literal["silu_mul", "swiglu_clamped"] = "silu_mul"
+    bias: bool = False
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+
+
+MixerSpec = GQASpec | MLASpec
+FeedForwardSpec = MLPSpec | PlainMLPSpec | MoESpec
 
 
 @dataclass(frozen=True)
@@ -193,7 +249,8 @@ class EmbeddingSpec:
 class DecoderSpec:
     """``norm``: before the head; None: there is none. ``max_position``: the longest context the
     positions support, a rope's scaling included. ``logit_scale`` multiplies logits; with
-    ``logit_softcap`` logits z become softcap * tanh(z / softcap)."""
+    ``logit_softcap`` logits z become softcap * tanh(z / softcap). ``draft_layers``: layers that a
+    checkpoint holds after these to predict further tokens, which are not loaded."""
 
     architecture: str
     vocab_size: int
@@ -204,3 +261,4 @@ class DecoderSpec:
     max_position: int
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    draft_layers: int = 0

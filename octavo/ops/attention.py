@@ -37,7 +37,7 @@ class Rope(Protocol):
 class AttentionGeometry:
     """``window``: keys a token sees, itself included. ``qk_norm_eps``: q and k heads are RMS-normed
     before RoPE. ``softcap``: scores s become softcap * tanh(s / softcap). ``own_scale``: of the
-    scores, where it is not 1 / sqrt(head_dim)."""
+    scores, where it is not 1 / sqrt(head_dim). ``sinks``: calls bring some."""
 
     num_heads: int
     num_kv_heads: int
@@ -46,6 +46,7 @@ class AttentionGeometry:
     qk_norm_eps: float | None = None
     softcap: float | None = None
     own_scale: float | None = None
+    sinks: bool = False
 
     @property
     def scale(self) -> float:

@@ -52,11 +52,16 @@ def write_checkpoint(directory: Path, name: str, **changes: Any):
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():  # norms and biases are constants at birth: make them count
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for parameter in (*model.parameters(), *corrections(model)):
+            if parameter.dim() == 1 or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(directory)
     return model
+
+
+def corrections(model: Any) -> list[torch.Tensor]:
+    """Of routers' scores (DeepSeek-V3), which are no parameters."""
+    return [tensor for name, tensor in model.named_buffers() if name.endswith("correction_bias")]
 
 
 def write_gguf(

@@ -6,18 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.model.families import (
+    deepseek_v2,
+    deepseek_v3,
     gemma,
     gemma2,
     gemma3,
     gpt2,
+    gpt_oss,
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
     opt,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
 )
 from octavo.model.families.family import Family
 from octavo.types import ConfigError
@@ -35,6 +41,12 @@ FAMILIES: tuple[Family, ...] = (
     opt.FAMILY,
     olmo2.FAMILY,
     granite.FAMILY,
+    mixtral.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    gpt_oss.FAMILY,
 )
 
 

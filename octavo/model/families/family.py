@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from octavo.model.families.experts import ExpertLayout
 from octavo.model.families.names import GGUF_NAMES, HF_NAMES, Names
 from octavo.model.families.reading import (
     ConfigReader,
@@ -35,7 +36,9 @@ class Family:
     """``gguf_interleaves``: the GGUF converter reorders q and k rows from halves (i, i + d/2) to
     neighbours (2i, 2i + 1); the loader puts them back. ``base``: what a checkpoint's names begin
     with, but for the head's; a model that was saved without its head lacks it. ``from_gguf``
-    completes a config made of GGUF metadata with what llama.cpp knows without being told."""
+    completes a config made of GGUF metadata with what llama.cpp knows without being told.
+    ``experts``: the ways in which checkpoints store them. ``quantizations``: values of a config's
+    quant_method that can be read."""
 
     architectures: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
@@ -45,6 +48,8 @@ class Family:
     gguf_names: Names = field(default_factory=lambda: GGUF_NAMES)
     base: str = "model."
     from_gguf: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    experts: tuple[ExpertLayout, ...] = ()
+    quantizations: tuple[str, ...] = ()
 
 
 def build_decoder(

@@ -26,27 +26,27 @@ Names = Mapping[str, str | Place]
 
 def find(name: str, names: Names) -> Place:
     """Where ``layers.3.q.weight`` lies, suffix included, by what ``names`` says of
-    ``layers.{i}.q``; a second number in a name is ``{e}``."""
-    stem, _, suffix = name.rpartition(".")
-    numbers = iter(zip("ie", re.findall(r"\.(\d+)\.", stem)))
-    found = dict(numbers)
-    for key, number in found.items():
-        stem = stem.replace(f".{number}.", f".{{{key}}}.", 1)
-    stored = names[stem]
+    ``layers.{i}.q``, or, where the stored name has another suffix or none, of
+    ``layers.{i}.q.weight``."""
+    key, layer = _entry(name, names)
+    stored = names[key]
     if isinstance(stored, str):
         stored = Place(stored)
-    full = stored.name
-    for key, number in found.items():
-        full = full.replace(f"{{{key}}}", number)
-    return replace(stored, name=f"{full}.{suffix}")
+    full = stored.name.replace("{i}", layer)
+    suffix = name.rpartition(".")[2]
+    return replace(stored, name=full if key.endswith(f".{suffix}") else f"{full}.{suffix}")
 
 
 def place_of(name: str, names: Names) -> int:
     """How far down the map a parameter's entry stands: the order within a shared tensor."""
-    stem = name.rpartition(".")[0]
-    for key in "ie":
-        stem = re.sub(r"\.\d+\.", f".{{{key}}}.", stem, count=1)
-    return list(names).index(stem)
+    return list(names).index(_entry(name, names)[0])
+
+
+def _entry(name: str, names: Names) -> tuple[str, str]:
+    """The key of ``names`` for a parameter's tensor, and its layer ("" where it has none)."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    key = name.replace(layer[0], "layers.{i}.", 1) if layer else name
+    return key if key in names else key.rpartition(".")[0], layer[1] if layer else ""
 
 
 # Our parameter name -> its name in a checkpoint; {i} is the layer. ".weight" and ".bias" follow.
@@ -83,7 +83,7 @@ GGUF_NAMES = {
     "layers.{i}.up": "blk.{i}.ffn_up",
     "layers.{i}.down": "blk.{i}.ffn_down",
 }
-# Stored by some exporters, computed here: nothing is lost by not reading them.
+# Place by some exporters, computed here: nothing is lost by not reading them.
 HARMLESS = (
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     r"model\.rotary_emb\.inv_freq",

@@ -253,16 +253,20 @@ def read_windows(
     return [window if kind == LAYER_TYPES[1] else None for kind in types]
 
 
-def _read_yarn(reader: ConfigReader, factor: float, original: int) -> YarnScaling:
-    def magnitude(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """What YaRN multiplies by, once for queries and once for keys, where a context is ``factor``
+    times the original one."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
+
+def _read_yarn(reader: ConfigReader, factor: float, original: int) -> YarnScaling:
     if reader.has("attention_factor"):
         attention = reader.number("attention_factor")
     elif reader.has("mscale") and reader.has("mscale_all_dim"):
-        attention = magnitude(reader.number("mscale")) / magnitude(reader.number("mscale_all_dim"))
+        whole, part = reader.number("mscale"), reader.number("mscale_all_dim")
+        attention = yarn_magnitude(factor, whole) / yarn_magnitude(factor, part)
     else:
-        attention = magnitude(1.0)
+        attention = yarn_magnitude(factor)
     return YarnScaling(
         factor,
         original,

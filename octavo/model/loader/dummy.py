@@ -43,6 +43,9 @@ class DummySource:
             self._pool = torch.randn(_POOL, generator=self._generator)
             self._offset = 0
 
+    def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[()]:
+        return ()
+
     def place(self, name: str) -> Place:
         return Place(name)
 

@@ -22,7 +22,7 @@ from octavo.model.families.names import Place, find
 from octavo.model.linear import Weight
 from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, grouped
 from octavo.model.loader.upload import Uploader
-from octavo.model.spec import DecoderSpec
+from octavo.model.spec import DecoderSpec, GQASpec
 from octavo.ops.quantized import QuantizedWeight
 from octavo.types import ConfigError
 
@@ -49,6 +49,9 @@ class GGUFSource:
         self.dtype = _commonest(file)
         self._uploader = uploader
         self._in_groups = in_groups
+
+    def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[()]:
+        return ()
 
     def place(self, name: str) -> Place:
         return find(name, self.names)
@@ -104,9 +107,9 @@ class GGUFSource:
     def _in_order(self, name: str, values: AnyWeight) -> AnyWeight:
         if not self._interleaves or name.split(".")[-2] not in ("q", "k"):
             return values
-        order = halves_from_neighbours(
-            torch.arange(values.shape[0]), self.spec.layers[0].mixer.head_dim
-        )
+        mixer = self.spec.layers[0].mixer
+        assert isinstance(mixer, GQASpec)
+        order = halves_from_neighbours(torch.arange(values.shape[0]), mixer.head_dim)
         return values[order]
 
 

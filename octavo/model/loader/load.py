@@ -26,6 +26,7 @@ from octavo.model.loader.safetensors import SafetensorsSource
 from octavo.model.loader.source import WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
+from octavo.model.spec import DecoderSpec, MoESpec
 from octavo.quant.int8 import BYTES_PER_WEIGHT
 from octavo.types import ConfigError
 
@@ -52,6 +53,11 @@ def load_model(
                 f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
                 f"with, {computed}; use auto, or --dtype {kept}"
             )
+        if quantization == "int8" and _has_experts(source.spec):
+            raise ConfigError(
+                f"--quantization int8: {source.spec.architecture} has experts, which this version "
+                "does not quantize; leave it out"
+            )
         if quantization == "gguf":
             quantization, why = _what_groups_there_are(source, config.model.quantization, why)
         model = Model(source.spec, dtype, device, config.model.deterministic, quantization)
@@ -60,6 +66,10 @@ def load_model(
             model.reasons["quantization"] = f"{quantization}: {why}"
         load_weights(model, source, dtype, progress)
     return model
+
+
+def _has_experts(spec: DecoderSpec) -> bool:
+    return any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
 
 
 def _what_groups_there_are(
@@ -183,8 +193,10 @@ def _fetched(
 
 
 def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Divisors of the rotary frequencies stay FP32: rounding turns far positions by radians."""
-    return torch.float32 if name.startswith("rope_factors") else dtype
+    """Divisors of the rotary frequencies stay FP32: rounding turns far positions by radians. So do
+    a router's corrections, which differ by less than BF16 tells apart."""
+    exact = name.startswith("rope_factors") or name.endswith("router.correction")
+    return torch.float32 if exact else dtype
 
 
 def _check_free(model: Model, source: WeightSource) -> None:

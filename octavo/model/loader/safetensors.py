@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from octavo.checkpoint.mapped import forget
 from octavo.model.families.family import Family
 from octavo.model.families.names import Place, find
+from octavo.model.loader.experts import Piece, StoredExperts
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
@@ -55,8 +56,13 @@ class SafetensorsSource:
         self._bare = not any(name.startswith(family.base) for name in self._stored)
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.dtype = _commonest(self._stored)
+        left_out = family.base if self._bare else ""
+        self._experts = StoredExperts(spec, family.experts, self._stored, left_out)
         self._uploader = uploader
         self._maps: dict[Path, mmap.mmap] = {}
+
+    def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        return self._experts.pieces(name, shape)
 
     def place(self, name: str) -> Place:
         place = find(name, self.names)
@@ -74,19 +80,17 @@ class SafetensorsSource:
     def fetch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
     ) -> Callable[[], Tensor]:
+        if pieces := self.expert_pieces(name, shape):
+            return self._fetch_expert(name, pieces, dtype)
         place = self.place(name)
         tensor = self._stored[place.name]
-        if tensor.dtype not in _DTYPES:
-            raise ConfigError(
-                f"{tensor.file}: {place.name} is {tensor.dtype}; "
-                f"this version reads {', '.join(_DTYPES)}"
-            )
+        kind = _kind(tensor, place.name, _DTYPES)
         turned = place.transposed and len(shape) == 2  # of which all is read
         if not turned:
             tensor = _rows(tensor, first, shape)
 
         def ours(values: Tensor) -> Tensor:
-            values = values.view(_DTYPES[tensor.dtype]).view(tensor.shape)
+            values = values.view(kind).view(tensor.shape)
             if turned:
                 values = values[:, first : first + shape[0]].t()
             return values.float() + place.plus if place.plus else values
@@ -95,6 +99,22 @@ class SafetensorsSource:
             return lambda: self._copied(tensor, ours, dtype)
         raw = self._uploader.begin(tensor.file, tensor.offset, tensor.num_bytes)
         return lambda: ours(raw()).to(dtype).contiguous()
+
+    def _fetch_expert(
+        self, name: str, pieces: Sequence[Piece], dtype: torch.dtype
+    ) -> Callable[[], Tensor]:
+        calls = [self._fetch_raw(self._stored[piece.name], piece) for piece in pieces]
+        return lambda: self._experts.joined(name, [call() for call in calls], dtype)
+
+    def _fetch_raw(self, tensor: Stored, piece: Piece) -> Callable[[], Tensor]:
+        """The piece's numbers as they are stored, in memory of its own."""
+        kind = _kind(tensor, piece.name, {"U8": torch.uint8} if piece.packed else _DTYPES)
+        if piece.index is not None:
+            tensor = _rows(tensor, piece.index, (1, *piece.own_shape))
+        if self._uploader is None:
+            return lambda: self._copied(tensor, lambda x: x.view(kind).view(piece.own_shape), kind)
+        raw = self._uploader.begin(tensor.file, tensor.offset, tensor.num_bytes)
+        return lambda: raw().view(kind).view(piece.own_shape)
 
     def close(self) -> None:
         self._maps.clear()
@@ -111,13 +131,21 @@ class SafetensorsSource:
             with tensor.file.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._maps[tensor.file] = data
-        kind = _DTYPES[tensor.dtype]
-        count = tensor.num_bytes // kind.itemsize
-        values = torch.frombuffer(data, dtype=kind, count=count, offset=tensor.offset)
+        values = torch.frombuffer(
+            data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset
+        )
         copy = ours(values).to(dtype, copy=True, memory_format=torch.contiguous_format)
         del values
         forget(data, tensor.offset, tensor.num_bytes)
         return copy
+
+
+def _kind(tensor: Stored, name: str, kinds: Mapping[str, torch.dtype]) -> torch.dtype:
+    if tensor.dtype not in kinds:
+        raise ConfigError(
+            f"{tensor.file}: {name} is {tensor.dtype}; this version reads {', '.join(kinds)}"
+        )
+    return kinds[tensor.dtype]
 
 
 def _rows(tensor: Stored, first: int, shape: tuple[int, ...]) -> Stored:

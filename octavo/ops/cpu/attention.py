@@ -94,6 +94,8 @@ class CPUPagedAttention:
     flash_prompts = False  # prompts from position 0 through ATen's flash kernel
 
     def __init__(self, geometry: AttentionGeometry) -> None:
+        if geometry.sinks:
+            raise ValueError("attention sinks are not written in ATen's operations")
         self.geometry = geometry
         self._flash = geometry.softcap is None  # ATen's flash kernel has no soft cap
         self._group = geometry.num_heads // geometry.num_kv_heads
