@@ -119,7 +119,12 @@ class MoE:
         if spec.shared:
             added: Epilogue = "none" if spec.shared_gate else epilogue
             self.shared = MLP(
-                f"{prefix}.shared", spec.shared, hidden_size, make_linear, None, added
+                f"{prefix}.shared",
+                spec.shared,
+                hidden_size,
+                make_linear,
+                ops.get("activate"),
+                added,
             )
         if spec.shared_gate:
             self.shared_gate = to_scores(((f"{prefix}.shared_gate", 1),))

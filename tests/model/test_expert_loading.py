@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from octavo.config import ModelConfig
 from octavo.model.decoder import Model
 from octavo.model.facts import build_spec, read_spec
+from octavo.model.families.gguf_config import config_from_gguf
 from octavo.model.loader.load import load_weights, open_source
 from octavo.model.loader.upload import Uploader
 from octavo.model.moe import Expert
 from octavo.types import ConfigError
+from tests.fixtures.gguf_files import add_geometry, to_gguf_rows
 from tests.model.running import all_logits, load, random_ids, reference_logits, write_checkpoint
 from tests.model.test_expert_families import DEEPSEEK, FAMILIES, GPT_OSS
 from tests.model.test_loader import edit_config, refuse
@@ -242,6 +245,102 @@ def test_config_refusals(family, change, message, copy):
     with pytest.raises(ConfigError, match=r"config\.json") as caught:
         read_spec(directory)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def as_gguf(directory: Path, tensors, arch: str, kind: str, legacy: bool = False) -> Path:
+    """As llama.cpp's converter writes it: a layer's experts in one tensor for each of their
+    matrices, or, before that, each expert's by itself; Llama's rotary rows as neighbours."""
+    config = json.loads((directory / "config.json").read_text())
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    writer = gguf.GGUFWriter(str(directory / "m.gguf"), arch)
+    config["head_dim"] = config["head_dim"] or 16
+    add_geometry(writer, config, config["rope_parameters"]["rope_theta"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_expert_count(8)
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    table = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    stacks: dict[str, list] = {}
+    for name, values in tensors.items():
+        prefix, _, rest = name.partition(".experts.")
+        if not rest:
+            stored = table.get_name(name, try_suffixes=(".weight",))
+            part = name.split(".")[-2]
+            if arch == "llama" and part in heads:
+                values = torch.from_numpy(to_gguf_rows(values.numpy(), heads[part]))
+            add(
+                writer, stored, values, "F32" if values.dim() == 1 or "gate_inp" in stored else kind
+            )
+        elif legacy:
+            expert, part, _ = rest.split(".")
+            short = {"w1": "gate", "w2": "down", "w3": "up"}[part]
+            add(writer, f"blk.{name.split('.')[2]}.ffn_{short}.{expert}.weight", values, kind)
+        else:
+            stacks.setdefault(f"{prefix}.experts.{rest.split('.')[1]}", []).append((rest, values))
+    for name, experts in stacks.items():
+        ordered = [values for _, values in sorted(experts, key=lambda item: item[0])]
+        add(writer, f"{table.get_name(name)}.weight", torch.stack(ordered), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return directory / "m.gguf"
+
+
+def add(writer, name: str, values, kind: str) -> None:
+    kept = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor(name, gguf.quants.quantize(values.numpy(), kept), raw_dtype=kept)
+
+
+@pytest.mark.parametrize("legacy", (False, True))
+def test_mixtral_from_gguf(legacy, copy):
+    directory, tensors, expected = copy("mixtral")
+    file = as_gguf(directory, tensors, "llama", "F32", legacy)
+    torch.testing.assert_close(all_logits(load(file), IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_qwen3_moe_from_gguf(copy):
+    directory, tensors, expected = copy("qwen3-moe")
+    file = as_gguf(directory, tensors, "qwen3moe", "F32")
+    torch.testing.assert_close(all_logits(load(file), IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_quantized_experts_from_gguf_are_expanded(copy):
+    """The model whose matrices are what Q8_0 keeps of them; in BF16 attention keeps its groups."""
+    directory, tensors, _ = copy("mixtral")
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    kept = {
+        name: torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(t.numpy(), q8), q8))
+        for name, t in tensors.items()
+        if t.dim() == 2 and not name.endswith("moe.gate.weight")
+    }
+    save_file({**tensors, **kept}, directory / "model.safetensors")
+    expected = all_logits(load(directory), IDS)
+    file = as_gguf(directory, tensors, "llama", "Q8_0")
+    torch.testing.assert_close(all_logits(load(file), IDS), expected, atol=1e-4, rtol=1e-4)
+    half = load(file, dtype="bfloat16")
+    if half.quantization:
+        assert "experts are expanded" in half.reasons["quantization"]
+    error = (all_logits(half, IDS) - expected).abs()
+    assert error.median() < 0.05 * expected.abs().max()
+
+
+def test_experts_of_other_gguf_architectures_are_refused(copy):
+    directory, tensors, _ = copy("qwen3-moe")
+    file = as_gguf(directory, tensors, "qwen3moe", "F32")
+    renamed = bytes(file.read_bytes()).replace(b"qwen3moe", b"deepseek")
+    file.write_bytes(renamed)
+    with pytest.raises(ConfigError, match="GGUF architecture 'deepseek' is not supported"):
+        load(file)
+    with pytest.raises(ConfigError, match=r"qwen3\.expert_count is 8; this version reads experts"):
+        config_from_gguf(
+            {"general.architecture": "qwen3", "qwen3.expert_count": 8},
+            {"token_embd.weight": (320, 64)},
+            lambda name: [],
+            "m.gguf",
+        )
 
 
 def test_int8_is_refused(copy):

@@ -45,6 +45,22 @@ STACKED = ExpertLayout(
 # As transformers' modules hold them (save_original_format=False), too.
 HF_EXPERTS = (one_by_one(_MLP, "gate_proj", "up_proj", "down_proj"), STACKED)
 
+_BLOCK = "blk.{i}.ffn"
+GGUF_EXPERTS = (
+    ExpertLayout(
+        {
+            "gate_up.weight": (f"{_BLOCK}_gate_exps.weight", f"{_BLOCK}_up_exps.weight"),
+            "down.weight": (f"{_BLOCK}_down_exps.weight",),
+        }
+    ),
+    ExpertLayout(  # Mixtral's files of before March 2024
+        {
+            "gate_up.weight": (f"{_BLOCK}_gate.{{e}}.weight", f"{_BLOCK}_up.{{e}}.weight"),
+            "down.weight": (f"{_BLOCK}_down.{{e}}.weight",),
+        }
+    ),
+)
+
 _BIASES = {
     "gate_up.bias": (f"{_MLP}.gate_up_proj_bias",),
     "down.bias": (f"{_MLP}.down_proj_bias",),

@@ -22,6 +22,9 @@ _KEYS = {
     "rope_local_base_freq": "rope.freq_base_swa",
     "rope_finetuned": "rope.scaling.finetuned",
     "head_dim": "attention.key_length",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "attention_multiplier": "attention.scale",
@@ -45,7 +48,13 @@ def config_from_gguf(
         raise ConfigError(f"{where}: general.architecture is missing; this GGUF holds no model")
     if "token_embd.weight" not in tensor_shapes:
         raise ConfigError(f"{where}: token_embd.weight is missing; this GGUF holds no weights")
-    family = family_of_gguf(arch, where)
+    count = metadata.get(f"{arch}.expert_count") or 0
+    family = family_of_gguf("llama with experts" if arch == "llama" and count else arch, where)
+    if count and not family.gguf_experts:
+        raise ConfigError(
+            f"{where}: {arch}.expert_count is {count}; this version reads experts from GGUF files "
+            "of llama (Mixtral) and qwen3moe alone"
+        )
     config: dict[str, Any] = {"architectures": [family.architectures[0]]}
     for key, suffix in _KEYS.items():
         value = metadata.get(f"{arch}.{suffix}")

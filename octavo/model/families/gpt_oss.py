@@ -17,6 +17,8 @@ ALPHA, LIMIT = 1.702, 7.0  # of the clamped SwiGLU (octavo.ops.moe)
 
 def build(config: ConfigReader) -> DecoderSpec:
     read_silu(config)
+    if not config.has("rope_scaling") and not config.has("rope_parameters"):
+        raise config.error("rope_scaling", None, "yarn, as in the published config.json")
     for key, value in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
         if config.number(key, value) != value:
             raise config.error(key, config.values[key], f"{value:g}")

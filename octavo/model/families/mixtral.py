@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.model.families.experts import one_by_one
+from octavo.model.families.experts import GGUF_EXPERTS, one_by_one
 from octavo.model.families.family import Family, build_decoder, read_gqa
-from octavo.model.families.names import HF_NAMES
+from octavo.model.families.names import GGUF_NAMES, HF_NAMES
 from octavo.model.families.reading import ConfigReader, read_norm
 from octavo.model.families.routing import read_num_experts, read_router, read_silu
 from octavo.model.spec import DecoderSpec, MoESpec
@@ -25,8 +25,11 @@ def build(config: ConfigReader) -> DecoderSpec:
 
 FAMILY = Family(
     ("MixtralForCausalLM",),
-    (),
+    ("llama with experts",),
     build,
+    gguf_interleaves=True,
     hf_names={**HF_NAMES, "layers.{i}.router": "model.layers.{i}.block_sparse_moe.gate"},
     experts=(one_by_one("model.layers.{i}.block_sparse_moe.experts", "w1", "w3", "w2"),),
+    gguf_names={**GGUF_NAMES, "layers.{i}.router": "blk.{i}.ffn_gate_inp"},
+    gguf_experts=GGUF_EXPERTS,
 )

@@ -83,7 +83,7 @@ GGUF_NAMES = {
     "layers.{i}.up": "blk.{i}.ffn_up",
     "layers.{i}.down": "blk.{i}.ffn_down",
 }
-# Place by some exporters, computed here: nothing is lost by not reading them.
+# Stored by some exporters, computed here: nothing is lost by not reading them.
 HARMLESS = (
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     r"model\.rotary_emb\.inv_freq",

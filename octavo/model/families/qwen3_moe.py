@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from octavo.model.families.experts import HF_EXPERTS
+from octavo.model.families.experts import GGUF_EXPERTS, HF_EXPERTS
 from octavo.model.families.family import Family, build_decoder, read_gqa, read_mlp
-from octavo.model.families.names import HF_NAMES
+from octavo.model.families.names import GGUF_NAMES, HF_NAMES
 from octavo.model.families.reading import ConfigReader, read_norm
 from octavo.model.families.routing import read_qwen_router, read_silu, read_sparse_layers
 from octavo.model.spec import DecoderSpec, MoESpec
@@ -23,8 +23,11 @@ def build(config: ConfigReader) -> DecoderSpec:
 
 FAMILY = Family(
     ("Qwen3MoeForCausalLM",),
-    (),
+    ("qwen3moe",),
     build,
     hf_names={**HF_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.gate"},
+    gguf_names={**GGUF_NAMES, "layers.{i}.router": "blk.{i}.ffn_gate_inp"},
     experts=HF_EXPERTS,
+    gguf_experts=GGUF_EXPERTS,
+    from_gguf=lambda config: {**config, "norm_topk_prob": True},  # as llama.cpp does
 )

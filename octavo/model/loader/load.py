@@ -83,6 +83,8 @@ def _what_groups_there_are(
             f"{source.where}: --quantization {asked}: holds no type whose groups can be kept "
             f"({', '.join(KINDS)}); leave it out, or use int8"
         )
+    if _has_experts(source.spec):
+        why += "; experts are expanded"
     if kept < matrices:
         why += f"; {matrices - kept} of {matrices} matrices, of other types, are expanded"
     return ("gguf", why) if kept else (None, "")
