@@ -157,3 +157,14 @@ def test_bf16_stays_close_to_fp32(checkpoint):
     exact = all_logits(load(path), ids)
     error = (all_logits(load(path, dtype="bfloat16"), ids) - exact).abs() / exact.abs().max()
     assert error.median() < 0.02  # a token whose experts are others by rounding may be far off
+
+
+@pytest.mark.parametrize("checkpoint", ("gpt-oss",), indirect=True)
+def test_a_version_without_sinks_is_passed_over(checkpoint):
+    """Octavo's kernels do not take FP16, and ATen's attention has no sinks."""
+    path, reference = checkpoint
+    model, ids = load(path, dtype="float16"), random_ids(60)
+    assert model.implementations["paged_attention"] == "torch"
+    expected = reference_logits(reference, ids)
+    error = (all_logits(model, ids) - expected).abs() / expected.abs().max()
+    assert error.median() < 0.003
