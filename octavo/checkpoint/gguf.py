@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.checkpoint.mapped import forget
+from octavo.checkpoint.mapped import forget_read
 from octavo.checkpoint.split import parts_of
 from octavo.types import ConfigError
 
@@ -203,7 +203,7 @@ class GGUFFile:
         """The same in memory of its own; the file's pages no longer count as this process's."""
         tensor, found = self.tensors[name], np.array(self.raw(name))
         data = self._parts[tensor.file]._bytes
-        forget(data._mmap, tensor.offset, tensor.num_bytes)  # type: ignore[attr-defined]
+        forget_read(data._mmap, tensor.offset, tensor.num_bytes)  # type: ignore[attr-defined]
         return found
 
 

@@ -9,73 +9,115 @@ import torch
 from torch import Tensor
 
 from octavo.model.linear import Linear
+from octavo.model.norm import RMSNorm
+from octavo.model.rope import rotary_order
 from octavo.model.spec import GQASpec
+from octavo.model.states import AttentionStates, StateKey
 from octavo.ops.attention import AttentionGeometry, PagedAttention
+from octavo.ops.linear import Epilogue
 
 
 def geometry_of(spec: GQASpec) -> AttentionGeometry:
+    by_head = spec.qk_norm and spec.qk_norm_over == "head"
     return AttentionGeometry(
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,
         window=spec.window,
-        qk_norm_eps=spec.qk_norm.eps if spec.qk_norm else None,
+        qk_norm_eps=spec.qk_norm.eps if spec.qk_norm and by_head else None,
+        softcap=spec.softcap,
+        own_scale=spec.scale,
+        sinks=spec.sinks,
     )
 
 
 class Attention:
-    """``operation`` may be shared by all layers of one geometry; ``take_rows``: ops/rows.py."""
+    """``epilogue``: of the output projection, "add" or "none"."""
 
     def __init__(
         self,
         prefix: str,
         spec: GQASpec,
         hidden_size: int,
-        operation: PagedAttention,
+        states: AttentionStates,
         make_linear: Any,
-        take_rows: Callable[[Tensor, Tensor], Tensor],
+        ops: Mapping[str, Callable[..., Any]],
+        epilogue: Epilogue,
     ) -> None:
         self.prefix = prefix
         self.spec = spec
-        self.operation = operation
-        self.take_rows = take_rows
-        width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.key = StateKey(geometry_of(spec), spec.rope, spec.head_dim)
+        self.operation: PagedAttention = states.use("paged_attention", self.key)
+        self.widths = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
+        width, kv_width = self.widths
         self.qkv: Linear = make_linear(
             ((f"{prefix}.q", width), (f"{prefix}.k", kv_width), (f"{prefix}.v", kv_width)),
             hidden_size,
             bias=spec.qkv_bias,
         )
         self.out: Linear = make_linear(
-            ((f"{prefix}.o", hidden_size),), width, bias=spec.out_bias, epilogue="add"
+            ((f"{prefix}.o", hidden_size),), width, bias=spec.out_bias, epilogue=epilogue
         )
-        self.qk_weight: Tensor | None = None
+        self.qk_weight: Tensor | None = None  # [heads + kv_heads, d], of a norm of each head
+        self.sinks: Tensor | None = None  # FP32 [heads]
+        self.qk_norms: list[RMSNorm] = []  # of projections
+        if spec.qk_norm and spec.qk_norm_over == "projection":
+            self.qk_norms = [
+                RMSNorm(f"{prefix}.{name}_norm", spec.qk_norm, size, ops["rms_norm"])
+                for name, size in zip("qk", self.widths)
+            ]
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.qk_norms
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.qkv, self.out)
 
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from self.qkv.wanted()
         yield from self.out.wanted()
-        if self.spec.qk_norm:
+        for norm in self.qk_norms:
+            yield from norm.wanted()
+        if self.spec.qk_norm and not self.qk_norms:
             yield f"{self.prefix}.q_norm.weight", (self.spec.head_dim,)
             yield f"{self.prefix}.k_norm.weight", (self.spec.head_dim,)
+        if self.spec.sinks:
+            yield f"{self.prefix}.sinks.weight", (self.spec.num_heads,)
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        tensors = self._in_rotary_order(tensors)
         self.qkv.load(tensors)
         self.out.load(tensors)
-        if self.spec.qk_norm:
+        for norm in self.qk_norms:
+            norm.load(tensors)
+        if self.spec.qk_norm and not self.qk_norms:
             query = tensors[f"{self.prefix}.q_norm.weight"].expand(self.spec.num_heads, -1)
             key = tensors[f"{self.prefix}.k_norm.weight"].expand(self.spec.num_kv_heads, -1)
             self.qk_weight = torch.cat((query, key))
+        if self.spec.sinks:
+            self.sinks = tensors[f"{self.prefix}.sinks.weight"].float()
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        cache: Tensor,
-        state: Any,
-        tokens: Tensor | None = None,
-    ) -> Tensor:
-        """x, residual: [T, hidden]; ``state``: the step's. Returns residual + attention(x), of the
-        given ``tokens`` (int64 [r]) or of all."""
-        mixed = self.operation(self.qkv(x), cache, state, self.qk_weight)
-        if tokens is not None:
-            mixed, residual = self.take_rows(mixed, tokens), self.take_rows(residual, tokens)
-        return self.out(mixed, residual)
+    def _in_rotary_order(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With q and k moved within each head so that what turns together is a kernel's pair.
+        Scores stay the same: q and k move alike."""
+        rope, dim = self.spec.rope, self.spec.head_dim
+        if rope is None or rope.dim in (None, dim):
+            return tensors
+        order = rotary_order(dim, rope.dim or dim)
+        moved = dict(tensors)
+        for name in tensors:
+            if name.split(".")[-2] in ("q", "k", "q_norm", "k_norm"):
+                rows = torch.arange(tensors[name].shape[0]).view(-1, dim)[:, order].flatten()
+                moved[name] = tensors[name][rows]
+        return moved
+
+    def __call__(self, x: Tensor, cache: Tensor, state: Any) -> Tensor:
+        """x: [T, hidden]; ``state``: the step's for ``key``. Returns [T, heads * d]."""
+        qkv = self.qkv(x)
+        if self.qk_norms:
+            width, kv_width = self.widths
+            query, key, value = qkv.split((width, kv_width, kv_width), dim=1)
+            query_norm, key_norm = self.qk_norms
+            qkv = torch.cat((query_norm(query), key_norm(key), value), dim=1)
+        return self.operation(qkv, cache, state, self.qk_weight, self.sinks)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from octavo.checkpoint.gguf import GGUFFile
 from octavo.checkpoint.json_file import read_object
 from octavo.checkpoint.special import gguf_eos_ids
@@ -45,7 +47,13 @@ def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
     """An opened GGUF file's metadata in the words of a config.json."""
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    return config_from_gguf(file.metadata, shapes, str(file.path))
+
+    def vector(name: str) -> list[float]:
+        if (kind := file.tensors[name].type.name) != "F32":
+            raise ConfigError(f"{file.path}: {name} is of type {kind}, not F32")
+        return [float(value) for value in file.raw(name).view(np.float32)]
+
+    return config_from_gguf(file.metadata, shapes, vector, str(file.path))
 
 
 def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> DecoderSpec:
@@ -56,22 +64,30 @@ def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> D
 
 def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
     where = str(path) if is_gguf(Path(path)) else str(Path(path) / "config.json")
+    family = family_of(config, where)
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unnamed")
-        raise ConfigError(f"{where}: quantization_config {method!r}: not in this version")
-    return family_of(config, where).build(ConfigReader(config, where))
+        if method not in family.quantizations:
+            raise ConfigError(f"{where}: quantization_config {method!r}: not in this version")
+    return family.build(ConfigReader(config, where))
 
 
 def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:
     """Ids that end an output: config ∪ generation_config, in that order. The tokenizer's own EOS
-    is the caller's to add. For a GGUF file: ``checkpoint.special.gguf_eos_ids``."""
+    is the caller's to add. For a GGUF file ``checkpoint.special.gguf_eos_ids``, of which an
+    override replaces the eos."""
     path = Path(path)
     if is_gguf(path):
-        return gguf_eos_ids(GGUFFile(path).metadata)
-    values = [
-        source.get("eos_token_id")
-        for source in (read_config(path, overrides), _generation_config(path))
-    ]
+        metadata = dict(GGUFFile(path).metadata)
+        override = (overrides or {}).get("eos_token_id")
+        if override is not None:
+            metadata.pop("tokenizer.ggml.eos_token_id", None)
+        values = [override, gguf_eos_ids(metadata)]
+    else:
+        values = [
+            source.get("eos_token_id")
+            for source in (read_config(path, overrides), _generation_config(path))
+        ]
     ids: dict[int, None] = {}
     for value in values:
         for entry in value if isinstance(value, list) else [value]:

@@ -1,36 +1,67 @@
-"""The gated MLP of a layer: down(silu(gate(x)) * up(x))."""
+"""The MLP of a layer: down(activation(gate(x)) * up(x)), or without a gate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from octavo.model.linear import Linear
-from octavo.model.spec import MLPSpec
+from octavo.model.spec import MLPSpec, PlainMLPSpec
+from octavo.ops.linear import Epilogue
 
 
 class MLP:
-    def __init__(self, prefix: str, spec: MLPSpec, hidden_size: int, make_linear: Any) -> None:
+    """``activate``: the chosen version of that operation; SiLU with a gate is the linear's own.
+    ``epilogue``: of the last linear, "add" or "none"."""
+
+    def __init__(
+        self,
+        prefix: str,
+        spec: MLPSpec | PlainMLPSpec,
+        hidden_size: int,
+        make_linear: Any,
+        activate: Callable[..., Tensor] | None,
+        epilogue: Epilogue,
+    ) -> None:
         size = spec.intermediate_size
+        self.spec = spec
+        self.gated = isinstance(spec, MLPSpec)
+        self.fused = self.gated and spec.activation == "silu"
+        self.activate = activate
+        parts = ((f"{prefix}.gate", size), (f"{prefix}.up", size))
         self.gate_up: Linear = make_linear(
-            ((f"{prefix}.gate", size), (f"{prefix}.up", size)),
+            parts if self.gated else parts[1:],
             hidden_size,
             bias=spec.bias,
-            epilogue="silu_mul",
+            epilogue="silu_mul" if self.fused else "none",
         )
         self.down: Linear = make_linear(
-            ((f"{prefix}.down", hidden_size),), size, bias=spec.bias, epilogue="add"
+            ((f"{prefix}.down", hidden_size),), size, bias=spec.bias, epilogue=epilogue
         )
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.gate_up, self.down)
 
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from self.gate_up.wanted()
         yield from self.down.wanted()
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Any]) -> None:
         self.gate_up.load(tensors)
         self.down.load(tensors)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.down(self.gate_up(x), residual)
+    def experts(self) -> tuple[()]:
+        return ()
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, slots: Tensor | None = None
+    ) -> Tensor:
+        """x: [T, hidden]. [T, hidden], added to ``residual`` (of the same shape) if given, which
+        may be written over. ``slots`` makes no difference."""
+        y = self.gate_up(x)
+        if not self.fused:
+            assert self.activate is not None
+            y = self.activate(y, self.spec.activation, self.gated)
+        return self.down(y, residual)

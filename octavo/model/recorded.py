@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from octavo.ops.native.calls import Pool, Tape
 
 _LEAST_TOKENS = 1024  # a step of so many is recorded at first
 
-# ids int64 [T], caches, states by geometry, tokens int64 [r] or None -> [T or r, hidden].
-Layers = Callable[[Tensor, list[Tensor], Mapping[Any, Any], Tensor | None], Tensor]
+# ids int64 [T], caches, states, tokens int64 [r] or None -> [T or r, hidden].
+Layers = Callable[[Tensor, list[Tensor], Sequence[Any], Tensor | None], Tensor]
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _Recording:
     tape: Tape
     ids: Tensor
     tokens: Tensor | None
-    states: Mapping[Any, Any]
+    states: Sequence[Any]
     cache: list[Tensor]
     y: Tensor
 
@@ -44,7 +44,7 @@ class RecordedLayers:
         layers: Layers,
         ids: Tensor,
         cache: list[Tensor],
-        states: Mapping[Any, Any],
+        states: Sequence[Any],
         tokens: Tensor | None,
     ) -> Tensor:
         """As ``layers``, which are the same every time."""
@@ -53,8 +53,8 @@ class RecordedLayers:
         if found is None or found.cache is not cache or len(found.ids) < count:
             found = self._record(layers, count, cache, states, tokens is not None)
         found.ids[:count] = ids
-        for geometry, state in states.items():
-            found.states[geometry].become(state)
+        for mine, state in zip(found.states, states):
+            mine.become(state)
         if tokens is None or found.tokens is None:
             found.tape.run(count)
             return found.y[:count].clone()
@@ -67,7 +67,7 @@ class RecordedLayers:
         layers: Layers,
         count: int,
         cache: list[Tensor],
-        states: Mapping[Any, Any],
+        states: Sequence[Any],
         some: bool,
     ) -> _Recording:
         size = _LEAST_TOKENS

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.model.spec import (
+    BY_LENGTH,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RopeSpec,
     TensorScaling,
     YarnScaling,
@@ -18,57 +21,69 @@ from octavo.model.spec import (
 
 
 class Rope:
-    """cos and sin of any positions on ``device``; an ``octavo.ops.attention.Rope``.
+    """cos and sin of any positions on ``device``; an ``octavo.ops.attention.Rope``. Pairs that do
+    not turn (all of them where ``spec`` is None) come last, with cos 1 and sin 0.
 
-    With ``DynamicScaling`` the frequencies follow the context length of the step that computes a
-    token, and its key keeps them: as transformers' ``generate`` does with a cache.
+    With ``DynamicScaling`` and ``LongRopeScaling`` the frequencies follow the context length of the
+    step that computes a token, and its key keeps them: as in transformers with a cache.
 
-    ``max_position``: positions a context may have. ``factors``: FP32 [head_dim / 2], the
-    checkpoint's divisors for ``TensorScaling``.
+    ``max_position``: positions a context may have. ``factors``: FP32 [dim / 2], the checkpoint's
+    divisors for ``TensorScaling``.
     """
 
     def __init__(
         self,
-        spec: RopeSpec,
+        spec: RopeSpec | None,
         head_dim: int,
         max_position: int,
         factors: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.spec = spec
-        self.head_dim = head_dim
         self.max_position = max_position
         self._tables: dict[tuple[int, torch.device], Tensor] = {}
-        scaling = spec.scaling
+        self._theta = spec.theta if spec else 1.0
+        self._scaling = scaling = spec.scaling if spec else None
+        self._dim = (spec.dim or head_dim) if spec else 0
+        self._still = head_dim // 2 - self._dim // 2
         self.attention_factor = 1.0
-        self.frequencies = base_frequencies(spec.theta, head_dim)
+        frequencies = base_frequencies(self._theta, self._dim)
         if isinstance(scaling, LinearScaling):
-            self.frequencies = self.frequencies / scaling.factor
+            frequencies = frequencies / scaling.factor
         elif isinstance(scaling, Llama3Scaling):
-            self.frequencies = llama3_frequencies(self.frequencies, scaling)
+            frequencies = llama3_frequencies(frequencies, scaling)
         elif isinstance(scaling, YarnScaling):
-            self.frequencies = yarn_frequencies(self.frequencies, spec.theta, scaling)
+            frequencies = yarn_frequencies(frequencies, self._theta, scaling)
             self.attention_factor = scaling.attention_factor
         elif isinstance(scaling, TensorScaling):
             assert factors is not None
-            self.frequencies = self.frequencies / factors.cpu()
-        self.frequencies = self.frequencies.to(device)
-        self._exponents = _exponents(head_dim).to(device)
+            frequencies = frequencies / factors.cpu()
+        elif isinstance(scaling, LongRopeScaling):
+            self._long = (frequencies / torch.tensor(scaling.long)).to(device)
+            frequencies = frequencies / torch.tensor(scaling.short)
+            self.attention_factor = scaling.attention_factor
+        self.frequencies = frequencies.to(device)
+        self._exponents = _exponents(self._dim).to(device)
 
     def __call__(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """positions, lengths (of each one's context): int64 [m]. FP32 [m, head_dim / 2] each."""
         frequencies: Tensor = self.frequencies
-        if isinstance(self.spec.scaling, DynamicScaling):
-            frequencies = self._dynamic(self.spec.scaling, lengths)
+        if isinstance(self._scaling, DynamicScaling):
+            frequencies = self._dynamic(self._scaling, lengths)
+        elif isinstance(self._scaling, LongRopeScaling):
+            beyond = (lengths > self._scaling.original)[:, None]
+            frequencies = torch.where(beyond, self._long, self.frequencies)
         angles = positions[:, None].float() * frequencies
-        if self.attention_factor == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        if self._still:
+            cos, sin = F.pad(cos, (0, self._still), value=1.0), F.pad(sin, (0, self._still))
+        return cos, sin
 
     def table(self, length: int, device: torch.device) -> Tensor | None:
         """cos, then sin of the first ``length`` positions, FP32 [length, head_dim]. Made once, so
-        not while a CUDA graph is captured. None with ``DynamicScaling``."""
-        if isinstance(self.spec.scaling, DynamicScaling):
+        not while a CUDA graph is captured. None where they depend on the context's length."""
+        if isinstance(self._scaling, BY_LENGTH):
             return None
         if (length, device) not in self._tables:
             positions = torch.arange(length, device=self.frequencies.device)
@@ -77,19 +92,26 @@ class Rope:
         return self._tables[length, device]
 
     def _dynamic(self, scaling: DynamicScaling, lengths: Tensor) -> Tensor:
-        """[m, head_dim / 2]: the base grows with each context (NTK-aware, bloc97, emozilla)."""
-        exponent = self.head_dim / (self.head_dim - 2)
+        """[m, dim / 2]: the base grows with each context (NTK-aware, bloc97, emozilla)."""
+        exponent = self._dim / (self._dim - 2)
         excess = lengths.clamp(min=scaling.original) / scaling.original
-        base = self.spec.theta * (scaling.factor * excess - (scaling.factor - 1)) ** exponent
+        base = self._theta * (scaling.factor * excess - (scaling.factor - 1)) ** exponent
         return base[:, None] ** -self._exponents
 
 
-def _exponents(head_dim: int) -> Tensor:
-    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def rotary_order(head_dim: int, dim: int) -> Tensor:
+    """Which of a head's numbers goes where, int64 [head_dim], so that of the first ``dim``, which
+    turn in pairs (i, i + dim / 2), pairs become (i, i + head_dim / 2)."""
+    turning, still = torch.arange(dim).chunk(2), torch.arange(dim, head_dim).chunk(2)
+    return torch.cat((turning[0], still[0], turning[1], still[1]))
 
 
-def base_frequencies(theta: float, head_dim: int) -> Tensor:
-    return 1.0 / theta ** _exponents(head_dim)
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32) / dim
+
+
+def base_frequencies(theta: float, dim: int) -> Tensor:
+    return 1.0 / theta ** _exponents(dim)
 
 
 def llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

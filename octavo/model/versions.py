@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from octavo.model.spec import DecoderSpec, DynamicScaling
+from octavo.model.attention import geometry_of
+from octavo.model.mla import latent_geometry_of
+from octavo.model.spec import (
+    BY_LENGTH,
+    DecoderSpec,
+    FeedForwardSpec,
+    GQASpec,
+    LayerNormSpec,
+    LayerSpec,
+    MixerSpec,
+    MLASpec,
+    MLPSpec,
+    MoESpec,
+    RMSNormSpec,
+)
 from octavo.ops import registry
+from octavo.ops.attention import AttentionGeometry
+from octavo.ops.mla import MLAGeometry
 from octavo.ops.registry import Version
 from octavo.types import ConfigError
-
-OPERATIONS = ("embedding", "rms_norm", "linear", "paged_attention", "take_rows", "copy_blocks")
 
 _OF_QUANTIZATION: dict[str | None, tuple[str, ...]] = {
     "gguf": ("quantized_linear",),
@@ -26,9 +40,18 @@ def choose_versions(
 ) -> dict[str, Version]:
     """Operation -> version, on ``device`` ("cpu", "cuda"). ``quantization``: of the model. Raises
     ConfigError, in one line, where ``--deterministic`` cannot be kept."""
-    operations = (*OPERATIONS, *_OF_QUANTIZATION.get(quantization, ()))
+    operations = (*operations_of(spec), *_OF_QUANTIZATION.get(quantization, ()))
     found = {op: registry.runnable(op, device, dtype, deterministic) for op in operations}
-    if missing := [op for op in operations if not found[op]]:
+    if device == "cpu":  # on a GPU definitions cannot stand in: they read lengths on the host
+        for op, geometry in {attention_of(layer.mixer) for layer in spec.layers}:
+            found[op] = [version for version in found[op] if _takes(version, geometry)]
+    missing = [op for op in operations if not found[op]]
+    if hopeless := [op for op in missing if not _keeps_bits(op, device)]:
+        raise ConfigError(
+            f"--deterministic: not in this version for models with {', '.join(hopeless)}, which "
+            "may round a row differently in another batch; leave it out"
+        )
+    if missing:
         raise ConfigError(
             f"--deterministic: with {str(dtype).removeprefix('torch.')} on "
             f"{'a CPU' if device == 'cpu' else 'this GPU'}, {', '.join(missing)} may round a row "
@@ -36,10 +59,67 @@ def choose_versions(
             "9.0 and --dtype bfloat16 or float16, or octavo's own kernels on a CPU with --dtype "
             "float32 (or bfloat16, with AVX512_BF16 and without AMX)"
         )
-    scalings = [layer.mixer.rope.scaling for layer in spec.layers]
-    if deterministic and any(isinstance(scaling, DynamicScaling) for scaling in scalings):
+    scalings = [layer.mixer.rope.scaling for layer in spec.layers if layer.mixer.rope]
+    if deterministic and any(isinstance(scaling, BY_LENGTH) for scaling in scalings):
         raise ConfigError(
-            "--deterministic: this model's rope_scaling, dynamic, turns a token by the length its "
-            "context has in the step that computes it, so results depend on how a prompt is cut"
+            "--deterministic: this model's rope_scaling (dynamic or longrope) turns a token by the "
+            "length its context has in the step that computes it, so results depend on how a "
+            "prompt is cut"
         )
     return {op: versions[-1] for op, versions in found.items()}
+
+
+def attention_of(mixer: MixerSpec) -> tuple[str, AttentionGeometry | MLAGeometry]:
+    """The operation that a mixer calls, and its geometry."""
+    if isinstance(mixer, MLASpec):
+        return "paged_latent_attention", latent_geometry_of(mixer)
+    return "paged_attention", geometry_of(mixer)
+
+
+def _takes(version: Version, geometry: AttentionGeometry | MLAGeometry) -> bool:
+    try:
+        version.call(geometry)
+    except ValueError:
+        return False
+    return True
+
+
+def _keeps_bits(op: str, device: str) -> bool:
+    """Whether with some dtype, on some card, a row's result is the same bits in any batch."""
+    return any(version.batch_invariant != "no" for version in registry.versions(op, device))
+
+
+def operations_of(spec: DecoderSpec) -> tuple[str, ...]:
+    """The operations that the model's layers and its ends are made of."""
+    found = ["embedding"]
+    norms = {spec.norm, *(norm for layer in spec.layers for norm in _norms_of(layer))}
+    if any(isinstance(norm, RMSNormSpec) for norm in norms):
+        found.append("rms_norm")
+    if any(isinstance(norm, LayerNormSpec) for norm in norms):
+        found.append("layer_norm")
+    if any(_needs_activation(layer.mlp) for layer in spec.layers):
+        found.append("activate")
+    if spec.logit_softcap is not None:
+        found.append("soft_cap")
+    found.append("linear")
+    if any(isinstance(layer.mixer, GQASpec) for layer in spec.layers):
+        found.append("paged_attention")
+    if any(isinstance(layer.mixer, MLASpec) for layer in spec.layers):
+        found.append("paged_latent_attention")
+    if any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
+        found += ["moe_route", "moe_experts"]
+    return (*found, "take_rows", "copy_blocks")
+
+
+def _norms_of(layer: LayerSpec) -> tuple[object, ...]:
+    around = (layer.around_mixer, layer.around_mlp)
+    norms = [norm for one in around for norm in (one.before, one.after, one.outer)]
+    mixer = layer.mixer
+    return (*norms, mixer.norm if isinstance(mixer, MLASpec) else mixer.qk_norm)
+
+
+def _needs_activation(mlp: FeedForwardSpec) -> bool:
+    """SiLU with a gate is an epilogue of linears; experts have their own."""
+    if isinstance(mlp, MoESpec):
+        return mlp.shared is not None and _needs_activation(mlp.shared)
+    return not (isinstance(mlp, MLPSpec) and mlp.activation == "silu")

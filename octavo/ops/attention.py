@@ -36,7 +36,8 @@ class Rope(Protocol):
 @dataclass(frozen=True)
 class AttentionGeometry:
     """``window``: keys a token sees, itself included. ``qk_norm_eps``: q and k heads are RMS-normed
-    before RoPE. ``softcap``: scores s become softcap * tanh(s / softcap)."""
+    before RoPE. ``softcap``: scores s become softcap * tanh(s / softcap). ``own_scale``: of the
+    scores, where it is not 1 / sqrt(head_dim). ``sinks``: calls bring some."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,10 +45,12 @@ class AttentionGeometry:
     window: int | None = None
     qk_norm_eps: float | None = None
     softcap: float | None = None
+    own_scale: float | None = None
+    sinks: bool = False
 
     @property
     def scale(self) -> float:
-        return 1 / math.sqrt(self.head_dim)
+        return 1 / math.sqrt(self.head_dim) if self.own_scale is None else self.own_scale
 
 
 class BatchColumns(Protocol):

@@ -1,8 +1,9 @@
-"""RMS norm, alone and after a residual addition: definitions."""
+"""RMS norm and layer norm: definitions."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops.registry import register
@@ -14,3 +15,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
+
+
+@register("layer_norm", "torch", batch_invariant="yes")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis. ATen's kernels take
+    each row by itself, whatever the batch."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)

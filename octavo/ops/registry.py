@@ -17,6 +17,7 @@ import torch
 
 _DEFINITIONS = (
     "octavo.ops.norm",
+    "octavo.ops.activation",
     "octavo.ops.linear",
     "octavo.ops.quantized",
     "octavo.ops.rows",
@@ -30,6 +31,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.cpu.norm",
         "octavo.ops.cpu.linear",
         "octavo.ops.cpu.attention",
+        "octavo.ops.cpu.mla",
         "octavo.ops.native.norm",
         "octavo.ops.native.linear",
         "octavo.ops.native.rows",

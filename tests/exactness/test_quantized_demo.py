@@ -80,7 +80,7 @@ class Loaded:
 
 def dense_tensors(model: Model) -> list[Tensor]:
     """What is kept beside packed weights: norms, and the embedding unless it is quantized."""
-    found = [norm.weight for layer in model.layers for norm in (layer.input_norm, layer.post_norm)]
+    found = [norm.weight for layer in model.layers for norm in layer.norms]
     look_up = model.embedding._look_up
     embedding = [look_up.args[1]] if hasattr(look_up, "args") else []
     return [*found, model.norm.weight, *embedding]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def expected_of(
         for low in range(start, end, 128):
             high = min(low + 128, end)
             q = query[low:high].transpose(0, 1).unflatten(0, (hkv, -1))  # [kv, group, m, d]
-            scores = q @ k[:, None].transpose(2, 3) / dim**0.5
+            scores = q @ k[:, None].transpose(2, 3) * geometry.scale
             if geometry.softcap is not None:
                 scores = (scores / geometry.softcap).tanh() * geometry.softcap
             age = plain.positions[low:high, None].to(DEVICE) - torch.arange(length, device=DEVICE)
@@ -227,8 +227,9 @@ def test_one_token_a_row_over_an_fp8_cache(rows):
 @pytest.mark.parametrize("cache_dtype", (None, FP8))
 def test_softcap_and_sinks(cache_dtype):
     batch = case([*lengths(12, 5_000), 0, 40, 2_000], [1] * 12 + [300, 2, 129], 64, 4)
-    capped = AttentionGeometry(8, 4, 256, window=511, softcap=5.0)
+    capped = AttentionGeometry(8, 4, 256, window=511, softcap=5.0, own_scale=0.2)
     check(capped, batch, cache_dtype=cache_dtype)
+    check(replace(capped, softcap=None), batch, cache_dtype=cache_dtype)
     sinks = torch.linspace(-4, 6, 64, device=DEVICE)
     check(AttentionGeometry(64, 8, 64, window=128), batch, cache_dtype=cache_dtype, sinks=sinks)
 

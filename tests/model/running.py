@@ -28,6 +28,16 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+# Where transformers' names are not {name}Config and {name}ForCausalLM.
+CLASSES = {
+    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
 }
 
 
@@ -36,16 +46,22 @@ def write_checkpoint(directory: Path, name: str, **changes: Any):
     import transformers
 
     values = {**TINY, **changes}
-    config = getattr(transformers, f"{name}Config")(**values)
+    config_class, model_class = CLASSES.get(name, (f"{name}Config", f"{name}ForCausalLM"))
+    config = getattr(transformers, config_class)(**values)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():  # norms and biases are constants at birth: make them count
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for parameter in (*model.parameters(), *corrections(model)):
+            if parameter.dim() == 1 or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(directory)
     return model
+
+
+def corrections(model: Any) -> list[torch.Tensor]:
+    """Of routers' scores (DeepSeek-V3), which are no parameters."""
+    return [tensor for name, tensor in model.named_buffers() if name.endswith("correction_bias")]
 
 
 def write_gguf(

@@ -91,19 +91,19 @@ def write_large(directory: Path, tiny: Path, kind: str, shard_bytes: int) -> int
     return max(file.stat().st_size for file in files)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("safetensors", "bfloat16"), ("bin", "float32")])
-def test_loading_takes_the_weights_and_little_more(tmp_path, tiny, kind, dtype) -> None:
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_loading_takes_the_weights_and_little_more(tmp_path, tiny, kind) -> None:
     """Beyond the weights at most 1.2 times the largest shard."""
     load_format = "pt" if kind == "bin" else kind
     largest = write_large(tmp_path, tiny, kind, 60_000_000)
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tiny), str(tmp_path), dtype, load_format],
+        [sys.executable, "-c", MEASURE, str(tiny), str(tmp_path), "bfloat16", load_format],
         capture_output=True,
         text=True,
         check=True,
     )
     found = json.loads(done.stdout)
     extra = found["peak"] - found["weights"]
-    print(f"{kind} {dtype}: weights {found['weights'] / 1e6:.0f} MB, {extra / 1e6:.0f} MB more")
+    print(f"{kind}: weights {found['weights'] / 1e6:.0f} MB, {extra / 1e6:.0f} MB more")
     assert extra < 1.2 * largest, f"{extra / 1e6:.0f} MB, largest shard {largest / 1e6:.0f} MB"
     assert found["peak"] > 0.9 * found["weights"]  # the measure sees what it should

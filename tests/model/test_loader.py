@@ -145,7 +145,7 @@ def test_truncated_and_damaged_files_are_refused(copy):
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported"),
         ({"architectures": None}, "architectures is missing"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; this version supports one of silu"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'; this version supports one of silu"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"vocab_size": None}, "vocab_size is missing"),
@@ -250,7 +250,7 @@ def test_k_types_are_read(kind):
 def test_gguf_without_output_ties_the_head(tmp_path):
     model = write_checkpoint(tmp_path, "Llama", tie_word_embeddings=True)
     file = write_gguf(tmp_path / "m.gguf", tmp_path, "F32", tied=True)
-    assert read_spec(file).tied_embeddings
+    assert read_spec(file).embedding.tied
     torch.testing.assert_close(
         all_logits(load(file), IDS), reference_logits(model, IDS), atol=1e-4, rtol=1e-4
     )
@@ -278,7 +278,7 @@ def test_gguf_rope_factors_are_not_rounded(tmp_path):
     factors = torch.linspace(1.0, 8.0, 8) + 0.001
     file = write_gguf(tmp_path / "m.gguf", tmp_path, "F32", factors=factors)
     model = load(file, dtype="float16")
-    assert torch.equal(model._rope_factors.factors, factors)
+    assert torch.equal(model._states.factors.factors, factors)
 
 
 def test_gguf_facts_and_refusals(tmp_path):

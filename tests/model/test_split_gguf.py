@@ -76,7 +76,7 @@ def test_parts_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
     assert f"{second}: truncated" in refused(first)
     second.unlink()
     assert "1 of 3 parts are absent: m-00002-of-00003.gguf" in refused(first)
-    with pytest.raises(ConfigError, match="name the first part"):
+    with pytest.raises(ConfigError, match="name the first"):
         _ = GGUFFile(tmp_path / "m-00003-of-00003.gguf").tensors
     renamed = first.rename(tmp_path / "renamed.gguf")
     assert "one of 3 parts" in refused(renamed)

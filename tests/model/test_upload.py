@@ -80,11 +80,11 @@ def test_uploaded_safetensors_give_the_same_model(tmp_path, uploader, ahead, mon
     split_in_two(tmp_path, {n: t.to(kinds[i % 3]) for i, (n, t) in enumerate(tensors.items())})
     source = upload_all(tmp_path, uploader)
     model = Model(source.spec, torch.float32)
-    order = [part for part, _ in _fetched(model.parts(), source, torch.float32, ahead)]
+    order = [part for part, _ in _fetched(model.parts(), source, torch.float32, ahead, {})]
     assert order == model.parts()
     monkeypatch.setattr(
         "octavo.model.loader.load._fetched",
-        lambda parts, source, dtype, _: _fetched(parts, source, dtype, ahead),
+        lambda parts, source, dtype, _, firsts: _fetched(parts, source, dtype, ahead, firsts),
     )
     load_weights(model, source, torch.float32, lambda *news: None)
     ids = random_ids(40)
@@ -114,10 +114,10 @@ def test_only_so_many_bytes_are_on_their_way(tmp_path, uploader):
     source = upload_all(tmp_path, uploader)
     asked: list[str] = []
     fetch = source.fetch
-    source.fetch = lambda name, shape, dtype: asked.append(name) or fetch(name, shape, dtype)
+    source.fetch = lambda name, *rest: asked.append(name) or fetch(name, *rest)
     parts = Model(source.spec, torch.float32).parts()
     sizes = [sum(torch.Size(s).numel() * 4 for _, s in part.wanted()) for part in parts]
-    turns = _fetched(parts, source, torch.float32, sum(sizes[:2]) + 1)
+    turns = _fetched(parts, source, torch.float32, sum(sizes[:2]) + 1, {})
     next(turns)
     assert asked == [name for part in parts[:3] for name, _ in part.wanted()]
 

@@ -43,7 +43,7 @@ def forward(
 
 @pytest.mark.parametrize("window", (None, 20))
 def test_fa3_is_asked_for_the_rows_of_several_tokens(window):
-    geometry = AttentionGeometry(4, 2, 64, window=window)
+    geometry = AttentionGeometry(4, 2, 64, window=window, own_scale=0.2)
     batch = case([40, 3, 7, 0], [1, 1, 25, 3], 16, 1, 1, 2)
     heads = geometry.num_heads + 2 * geometry.num_kv_heads
     qkv = torch.randn(len(batch.padded.positions), heads * 64).half()

@@ -1,5 +1,5 @@
-"""Multi-head latent attention: its definition against expanded heads, and the Triton version,
-interpreted on a CPU, against the definition in FP64."""
+"""Multi-head latent attention: its definition against expanded heads, and the other versions (that
+in Triton interpreted on a CPU) against the definition in FP64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from octavo.ops.cpu.mla import CPUPagedLatentAttention
 from octavo.ops.mla import MLAGeometry, TorchPagedLatentAttention, rotate_pairs
 from tests.ops.attention_batches import Case, Rope, case
 from tests.ops.latent_batches import inputs, latent_history, ups
@@ -73,6 +74,28 @@ def test_pairs_turn_where_they_are():
     assert apart.flatten().tolist() == pytest.approx([c, -t, s, d])
     beside = rotate_pairs(x, cos, sin, interleaved=True)
     assert beside.flatten().tolist() == pytest.approx([c, s, -t, d])
+
+
+@pytest.mark.parametrize("query_rows", (2048, 40))
+@pytest.mark.parametrize("dtype", (torch.float32, BF16), ids=str)
+@pytest.mark.parametrize("geometry", HEADS.values(), ids=HEADS)
+def test_cpu_version(geometry, dtype, query_rows, monkeypatch):
+    """New prompts, later chunks and rows of one token, a few queries at a time and all at once."""
+    monkeypatch.setattr("octavo.ops.cpu.mla.QUERY_ROWS", query_rows)
+    batch = case([31, 0, 75, 16, 0], [1, 1, 30, 7, 50], 16)
+    q, kv = inputs(geometry, len(batch.real), dtype)
+    weights = ups(geometry, dtype)
+    cache, rope = latent_history(geometry, batch, dtype), Rope(geometry.rope_dim)
+    exact, wide = TorchPagedLatentAttention(geometry), cache.double()
+    state = exact.prepare(batch.plain, rope, torch.float64)
+    expected = exact(q.double(), kv.double(), wide, state, *(w.double() for w in weights))
+    attention = CPUPagedLatentAttention(geometry)
+    assert attention.kv_shape(*cache.shape[:2]) == tuple(cache.shape)
+    found = attention(q, kv, cache, attention.prepare(batch.plain, rope, dtype), *weights)
+    assert found.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    assert (found.double() - expected).abs().max() <= 4 * eps * expected.abs().max()
+    torch.testing.assert_close(cache.double(), wide, rtol=4 * eps, atol=eps, equal_nan=True)
 
 
 def check(geometry: MLAGeometry, case: Case, dtype=FP16, rope=None, attention=None) -> None:

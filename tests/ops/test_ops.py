@@ -16,6 +16,7 @@ from tests.ops.attention_batches import columns as batch_columns
 from tests.ops.comparing import assert_close, randn
 
 DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = ((7, 576), (576,), (576,))
 RUNS_ANYWHERE = {"cpu-amx"}  # chosen only where it is faster
 
 
@@ -35,6 +36,54 @@ def test_rms_norm(version, dtype, rows):
     x, weight = randn(rows, 576).to(dtype), randn(576, seed=1).to(dtype)
     expected = registry.versions("rms_norm")[0].call(x.double(), weight.double(), 1e-5)
     assert_close(version.call(x, weight, 1e-5), expected, version, dtype)
+
+
+@pytest.mark.parametrize(("version", "dtype"), cases("layer_norm"))
+def test_layer_norm(version, dtype):
+    x, weight, bias = ((randn(*shape, seed=s) + 1).to(dtype) for s, shape in enumerate(SHAPES))
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = normed * weight.double() + bias.double()
+    assert_close(version.call(x, weight, bias, 1e-5), expected, version, dtype)
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * (1 + (x / 2**0.5).erf()) / 2,
+    "gelu_tanh": lambda x: x * (1 + (0.7978845608028654 * (x + 0.044715 * x**3)).tanh()) / 2,
+    "relu": lambda x: x.clamp(min=0),
+}
+
+
+@pytest.mark.parametrize("gated", (False, True))
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(("version", "dtype"), cases("activate"))
+def test_activate(version, dtype, kind, gated):
+    x = (randn(7, 90) * 3).to(dtype)
+    gate, up = x.double().chunk(2, -1) if gated else (x.double(), 1)
+    expected = ACTIVATIONS[kind](gate) * up
+    assert_close(version.call(x, kind, gated), expected, version, dtype)
+
+
+@pytest.mark.parametrize(("version", "dtype"), cases("soft_cap")[::2])
+def test_soft_cap(version, dtype):
+    x = randn(7, 90).float() * 30
+    expected = 20 * (x.double() / 20).tanh()
+    assert_close(version.call(x.clone(), 20.0), expected, version, dtype)
+
+
+@pytest.mark.parametrize("op", ("activate", "soft_cap", "layer_norm"))
+def test_a_row_is_the_same_in_any_batch(op):
+    """Rows of an odd size, and so many that threads share them."""
+    version = registry.runnable(op, "cpu", torch.float32, deterministic=True)[-1]
+    further = {"activate": ("gelu_tanh", False), "soft_cap": (20.0,)}
+    arguments = further.get(op, (randn(333, seed=1), randn(333, seed=2), 1e-5))
+    x = randn(1000, 333).float()
+    arguments = [a.float() if isinstance(a, torch.Tensor) else a for a in arguments]
+    whole = version.call(x.clone(), *arguments)
+    for part in (slice(0, 1), slice(5, 9), slice(300, 999)):
+        assert torch.equal(version.call(x[part].clone(), *arguments), whole[part])
 
 
 @pytest.mark.parametrize("bias", (False, True))
@@ -114,6 +163,8 @@ GEOMETRIES = {
     "gqa7-96": AttentionGeometry(7, 1, 96),
     "gqa2-128-window": AttentionGeometry(4, 2, 128, window=33),
     "gqa2-16-window-wide": AttentionGeometry(4, 2, 16, window=170),
+    "gqa2-24-softcap-scale": AttentionGeometry(4, 2, 24, softcap=2.0, own_scale=0.4),
+    "mha-32-softcap-window": AttentionGeometry(2, 2, 32, softcap=1.5, window=33),
 }
 
 
@@ -200,8 +251,6 @@ def test_definition_keeps_keys_and_values_in_e4m3_times_their_scales():
 
 
 def test_the_cpu_version_refuses_what_it_does_not_do():
-    with pytest.raises(ValueError, match="softcap"):
-        CPUPagedAttention(AttentionGeometry(2, 1, 16, softcap=30.0))
     attention = CPUPagedAttention(AttentionGeometry(2, 1, 16))
     batch = columns([0], [9], torch.zeros(1, 1).int(), 16)
     state = attention.prepare(batch, rope(attention.geometry), torch.float32)

@@ -152,10 +152,14 @@ def test_fp8_cache_of_heads_of_80():
 
 @pytest.mark.parametrize("window", (None, 40))
 def test_softcap_and_sinks(window):
-    geometry = AttentionGeometry(6, 2, 64, window=window, softcap=2.0)
+    geometry = AttentionGeometry(6, 2, 64, window=window, softcap=2.0, own_scale=0.3)
     batch = case([200, 0, 70], [1, 1, 9], 16, 1)
     check(geometry, batch, sinks=torch.tensor([-3.0, 0.0, 1.0, 20.0, 4.0, -30.0]))
     check(geometry, batch, cache_dtype=FP8, kv_scales=(0.5, 0.02))
+
+
+def test_scores_scaled_by_a_number_of_their_own():
+    check(AttentionGeometry(4, 2, 64, own_scale=0.3), case([200, 0, 70], [1, 1, 9], 16, 1))
 
 
 def test_refuses_a_cache_of_another_dtype():

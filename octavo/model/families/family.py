@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from octavo.model.families.experts import ExpertLayout
+from octavo.model.families.names import GGUF_NAMES, HF_NAMES, Names
 from octavo.model.families.reading import (
     ConfigReader,
     read_activation,
@@ -13,107 +16,118 @@ from octavo.model.families.reading import (
     read_norm,
     read_rope,
 )
-from octavo.model.spec import DecoderSpec, GQASpec, LayerSpec, MLPSpec
-
-# Our parameter name -> its name in a checkpoint; {i} is the layer. ".weight" and ".bias" follow.
-HF_NAMES = {
-    "embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "layers.{i}.input_norm": "model.layers.{i}.input_layernorm",
-    "layers.{i}.post_norm": "model.layers.{i}.post_attention_layernorm",
-    "layers.{i}.q": "model.layers.{i}.self_attn.q_proj",
-    "layers.{i}.k": "model.layers.{i}.self_attn.k_proj",
-    "layers.{i}.v": "model.layers.{i}.self_attn.v_proj",
-    "layers.{i}.o": "model.layers.{i}.self_attn.o_proj",
-    "layers.{i}.q_norm": "model.layers.{i}.self_attn.q_norm",
-    "layers.{i}.k_norm": "model.layers.{i}.self_attn.k_norm",
-    "layers.{i}.gate": "model.layers.{i}.mlp.gate_proj",
-    "layers.{i}.up": "model.layers.{i}.mlp.up_proj",
-    "layers.{i}.down": "model.layers.{i}.mlp.down_proj",
-}
-GGUF_NAMES = {
-    "embed": "token_embd",
-    "norm": "output_norm",
-    "head": "output",
-    "rope_factors": "rope_freqs",
-    "layers.{i}.input_norm": "blk.{i}.attn_norm",
-    "layers.{i}.post_norm": "blk.{i}.ffn_norm",
-    "layers.{i}.q": "blk.{i}.attn_q",
-    "layers.{i}.k": "blk.{i}.attn_k",
-    "layers.{i}.v": "blk.{i}.attn_v",
-    "layers.{i}.o": "blk.{i}.attn_output",
-    "layers.{i}.q_norm": "blk.{i}.attn_q_norm",
-    "layers.{i}.k_norm": "blk.{i}.attn_k_norm",
-    "layers.{i}.gate": "blk.{i}.ffn_gate",
-    "layers.{i}.up": "blk.{i}.ffn_up",
-    "layers.{i}.down": "blk.{i}.ffn_down",
-}
-# Stored by some exporters, computed here: nothing is lost by not reading them.
-HARMLESS = (
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    r"model\.rotary_emb\.inv_freq",
-    r"model\.layers\.\d+\.self_attn\.(masked_bias|attn\.bias)",
+from octavo.model.spec import (
+    DecoderSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    GQASpec,
+    LayerSpec,
+    MixerSpec,
+    MLPSpec,
+    NormSpec,
+    ResidualSpec,
+    RMSNormSpec,
+    RopeSpec,
 )
 
 
 @dataclass(frozen=True)
 class Family:
     """``gguf_interleaves``: the GGUF converter reorders q and k rows from halves (i, i + d/2) to
-    neighbours (2i, 2i + 1); the loader puts them back."""
+    neighbours (2i, 2i + 1); the loader puts them back. ``base``: what a checkpoint's names begin
+    with, but for the head's; a model that was saved without its head lacks it. ``from_gguf``
+    completes a config made of GGUF metadata with what llama.cpp knows without being told.
+    ``experts``, ``gguf_experts``: the ways in which files store them. ``quantizations``: values of
+    a config's quant_method that can be read."""
 
     architectures: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
     build: Callable[[ConfigReader], DecoderSpec]
     gguf_interleaves: bool = False
-    hf_names: Mapping[str, str] = field(default_factory=lambda: HF_NAMES)
-    gguf_names: Mapping[str, str] = field(default_factory=lambda: GGUF_NAMES)
+    hf_names: Names = field(default_factory=lambda: HF_NAMES)
+    gguf_names: Names = field(default_factory=lambda: GGUF_NAMES)
+    base: str = "model."
+    from_gguf: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    experts: tuple[ExpertLayout, ...] = ()
+    gguf_experts: tuple[ExpertLayout, ...] = ()
+    quantizations: tuple[str, ...] = ()
 
 
 def build_decoder(
     config: ConfigReader,
+    mixer: Callable[[int], MixerSpec],
+    mlp: Callable[[int], FeedForwardSpec],
+    longest: int,
     *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    window: Callable[[int], int | None] = lambda layer: None,
-    head_dim: int | None = None,
+    norm: NormSpec | None = None,
+    around: ResidualSpec | None = None,
+    final_norm: bool = True,
+    embedding: EmbeddingSpec | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
 ) -> DecoderSpec:
-    """The decoder all families of today share: norm → GQA → norm → gated SiLU MLP.
-
-    ``window(layer)`` gives a layer's sliding window; ``head_dim`` is the family's default.
-    """
-    read_activation(config)
-    heads = config.integer("num_attention_heads")
-    kv_heads = read_kv_heads(config, heads)
-    dim = read_head_dim(config, heads) if head_dim is None else config.integer("head_dim", head_dim)
-    rope, longest = read_rope(config, dim)
-    norm = read_norm(config)
-    mlp = MLPSpec(config.integer("intermediate_size"), mlp_bias)
-    layers = tuple(
-        LayerSpec(
-            GQASpec(
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=dim,
-                rope=rope,
-                qkv_bias=qkv_bias,
-                out_bias=out_bias,
-                qk_norm=norm if qk_norm else None,
-                window=window(layer),
-            ),
-            mlp,
-            norm,
-        )
-        for layer in range(config.integer("num_hidden_layers"))
-    )
+    """A decoder of layers whose ``mixer`` and ``mlp`` are given by their index. ``longest``: the
+    longest context. ``norm``: before the head, and by default before each part (None: RMS)."""
+    norm = norm or read_norm(config)
+    around = around or ResidualSpec(before=norm)
     return DecoderSpec(
         architecture=str(config.values["architectures"][0]),
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
-        layers=layers,
-        norm=norm,
+        embedding=embedding or read_embedding(config),
+        layers=tuple(
+            LayerSpec(mixer(layer), mlp(layer), around, around)
+            for layer in range(config.integer("num_hidden_layers"))
+        ),
+        norm=norm if final_norm else None,
         max_position=longest,
-        tied_embeddings=config.boolean("tie_word_embeddings", False),
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
     )
+
+
+def read_embedding(config: ConfigReader, tied: bool = False) -> EmbeddingSpec:
+    """``tied``: what the family does where the config does not say."""
+    return EmbeddingSpec(config.integer("hidden_size"), config.boolean("tie_word_embeddings", tied))
+
+
+def no_rope(config: ConfigReader, head_dim: int) -> tuple[None, int]:
+    return None, config.integer("max_position_embeddings")
+
+
+def read_gqa(
+    config: ConfigReader,
+    *,
+    head_dim: int | None = None,
+    rope: Callable[[ConfigReader, int], tuple[RopeSpec | None, int]] = read_rope,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: RMSNormSpec | None = None,
+) -> tuple[GQASpec, int]:
+    """Grouped-query attention without a window, and the longest context. ``head_dim`` is the
+    family's default; None: hidden / heads. ``rope`` reads the rope and that length."""
+    heads = config.integer("num_attention_heads")
+    dim = read_head_dim(config, heads) if head_dim is None else config.integer("head_dim", head_dim)
+    turning, longest = rope(config, dim)
+    return (
+        GQASpec(
+            num_heads=heads,
+            num_kv_heads=read_kv_heads(config, heads),
+            head_dim=dim,
+            rope=turning,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            qk_norm=qk_norm,
+        ),
+        longest,
+    )
+
+
+def read_mha(config: ConfigReader, bias: bool) -> tuple[GQASpec, int]:
+    """As many heads of k and v as of q, no rope; the longest context is that of the positions."""
+    gqa, longest = read_gqa(config, rope=no_rope, qkv_bias=bias, out_bias=bias)
+    return replace(gqa, num_kv_heads=gqa.num_heads), longest
+
+
+def read_mlp(config: ConfigReader, bias: bool = False) -> MLPSpec:
+    return MLPSpec(config.integer("intermediate_size"), bias, read_activation(config))

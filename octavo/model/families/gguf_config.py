@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from octavo.model.families.catalogue import architecture_of_gguf
+from octavo.model.families.catalogue import family_of_gguf
 from octavo.types import ConfigError
 
-# config.json key -> metadata key after the architecture's name.
+# config.json key -> metadata key after the architecture's name. A family reads those that it has.
 _KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -17,32 +17,56 @@ _KEYS = {
     "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
     "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "rope_finetuned": "rope.scaling.finetuned",
     "head_dim": "attention.key_length",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
 }
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 def config_from_gguf(
-    metadata: Mapping[str, Any], tensor_shapes: Mapping[str, Collection[int]], where: str
+    metadata: Mapping[str, Any],
+    tensor_shapes: Mapping[str, Collection[int]],
+    vector: Callable[[str], list[float]],
+    where: str,
 ) -> dict[str, Any]:
-    """``tensor_shapes``: name -> row-major shape of every tensor. Raises ConfigError for a file
-    that is no language model of a supported kind."""
+    """``tensor_shapes``: name -> row-major shape of every tensor. ``vector``: reads a small one of
+    FP32. Raises ConfigError for a file that is no language model of a supported kind."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ConfigError(f"{where}: general.architecture is missing; this GGUF holds no model")
     if "token_embd.weight" not in tensor_shapes:
         raise ConfigError(f"{where}: token_embd.weight is missing; this GGUF holds no weights")
-    config: dict[str, Any] = {"architectures": [architecture_of_gguf(arch, where)]}
+    count = metadata.get(f"{arch}.expert_count") or 0
+    family = family_of_gguf("llama with experts" if arch == "llama" and count else arch, where)
+    if count and not family.gguf_experts:
+        raise ConfigError(
+            f"{where}: {arch}.expert_count is {count}; this version reads experts from GGUF files "
+            "of llama (Mixtral) and qwen3moe alone"
+        )
+    config: dict[str, Any] = {"architectures": [family.architectures[0]]}
     for key, suffix in _KEYS.items():
         value = metadata.get(f"{arch}.{suffix}")
         if value is not None:
             config[key] = value
-    if "head_dim" not in config and f"{arch}.rope.dimension_count" in metadata:
-        config["head_dim"] = metadata[f"{arch}.rope.dimension_count"]
+    config.update(_windows(metadata, arch, where))
+    config.update(_rotary_share(metadata, arch, config))
     config["vocab_size"] = next(iter(tensor_shapes["token_embd.weight"]))
     config["tie_word_embeddings"] = "output.weight" not in tensor_shapes
     config["attention_bias"] = "blk.0.attn_q.bias" in tensor_shapes
-    config["rope_scaling"] = _rope_scaling(metadata, arch, "rope_freqs.weight" in tensor_shapes)
+    config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensor_shapes
+    config["rope_scaling"] = _rope_scaling(metadata, arch, tensor_shapes, vector)
     if config["rope_scaling"] and config["rope_scaling"].get("rope_type") in ("linear", "yarn"):
         original = config["rope_scaling"].get("original_max_position_embeddings")
         if original:  # GGUF counts the scaled context, a config.json with these types does not
@@ -51,17 +75,65 @@ def config_from_gguf(
         value = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is not None:
             config[key] = value
-    return config
+    return family.from_gguf(config)
 
 
-def _rope_scaling(metadata: Mapping[str, Any], arch: str, has_factors: bool) -> Any:
+def _windows(metadata: Mapping[str, Any], arch: str, where: str) -> dict[str, Any]:
+    """The window, 0 for none; which layers have it, as a flag for each or as a period, whose last
+    layer has none."""
+    window = metadata.get(f"{arch}.attention.sliding_window") or None
+    pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
+    found: dict[str, Any] = {"sliding_window": window}
+    if pattern is None or window is None:
+        return found
+    count = int(metadata.get(f"{arch}.block_count", 0))
+    if isinstance(pattern, int):
+        slides = [layer % pattern < pattern - 1 if pattern else True for layer in range(count)]
+    elif len(pattern) == count:
+        slides = [bool(flag) for flag in pattern]
+    else:
+        raise ConfigError(
+            f"{where}: {arch}.attention.sliding_window_pattern has {len(pattern)} entries, the "
+            f"model {count} layers"
+        )
+    found["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
+    return found
+
+
+def _rotary_share(
+    metadata: Mapping[str, Any], arch: str, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """How much of a head turns, where that is not all of it."""
+    dim = metadata.get(f"{arch}.rope.dimension_count")
+    hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 0)
+    head_dim = config.get("head_dim") or (hidden // heads if heads else None)
+    if not dim or not head_dim or dim == head_dim:
+        return {}
+    return {"partial_rotary_factor": (dim + 0.01) / head_dim}  # times head_dim, cut: dim
+
+
+def _rope_scaling(
+    metadata: Mapping[str, Any],
+    arch: str,
+    tensor_shapes: Mapping[str, Collection[int]],
+    vector: Callable[[str], list[float]],
+) -> dict[str, Any] | None:
     prefix = f"{arch}.rope.scaling."
     kind = metadata.get(prefix + "type", "none")
-    if has_factors:
+    original = metadata.get(prefix + "original_context_length")
+    if "rope_freqs.weight" in tensor_shapes:
         return {"rope_type": "gguf_tensor"}
+    if _LONG in tensor_shapes and _SHORT in tensor_shapes:
+        return {
+            "rope_type": "longrope",
+            "long_factor": vector(_LONG),
+            "short_factor": vector(_SHORT),
+            "original_max_position_embeddings": original,
+            "attention_factor": metadata.get(prefix + "attn_factor"),
+        }
     if kind == "none":
         return None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.get(prefix + "factor")}
-    if original := metadata.get(prefix + "original_context_length"):
+    if original:
         scaling["original_max_position_embeddings"] = original
     return scaling

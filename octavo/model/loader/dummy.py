@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from octavo.model.families.names import Names, Place
 from octavo.model.spec import DecoderSpec
 
 _POOL = 1_000_003  # a prime: tiled rows of any width differ
@@ -22,6 +24,7 @@ class DummySource:
     """
 
     shapes = None
+    names: ClassVar[Names] = {}
 
     def __init__(
         self,
@@ -40,8 +43,11 @@ class DummySource:
             self._pool = torch.randn(_POOL, generator=self._generator)
             self._offset = 0
 
-    def stored_name(self, name: str) -> str:
-        return name
+    def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[()]:
+        return ()
+
+    def place(self, name: str) -> Place:
+        return Place(name)
 
     def count_groups(self) -> tuple[int, int]:
         return 0, 0
@@ -52,7 +58,9 @@ class DummySource:
     def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
         return sum(map(math.prod, shapes.values())) * dtype.itemsize
 
-    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+    def fetch(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
+    ) -> Callable[[], Tensor]:
         return partial(self._make, name, shape, dtype)
 
     def close(self) -> None:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from octavo.checkpoint.gguf import GGUFFile, GGUFTensor
 from octavo.model.families.family import Family
+from octavo.model.families.names import Place, find
 from octavo.model.linear import Weight
+from octavo.model.loader.experts import Piece, StoredExperts
 from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, grouped
-from octavo.model.loader.source import translate
 from octavo.model.loader.upload import Uploader
-from octavo.model.spec import DecoderSpec
+from octavo.model.spec import DecoderSpec, GQASpec
 from octavo.ops.quantized import QuantizedWeight
 from octavo.types import ConfigError
 
@@ -42,16 +43,20 @@ class GGUFSource:
         as ``QuantizedWeight``, where the kernels know their type."""
         self.where = str(file.path)
         self.spec = spec
-        self._names = family.gguf_names
+        self.names = family.gguf_names
         self._interleaves = family.gguf_interleaves
         self._file = file
         self.shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
         self.dtype = _commonest(file)
+        self._experts = StoredExperts(spec, family.gguf_experts, self.shapes)
         self._uploader = uploader
         self._in_groups = in_groups
 
-    def stored_name(self, name: str) -> str:
-        return translate(name, self._names)
+    def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        return self._experts.pieces(name, shape)
+
+    def place(self, name: str) -> Place:
+        return find(name, self.names)
 
     def count_groups(self) -> tuple[int, int]:
         matrices = [t.type.name in KINDS for t in self._file.tensors.values() if len(t.shape) == 2]
@@ -62,19 +67,41 @@ class GGUFSource:
 
     def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
         size: float = dtype.itemsize
-        if all(map(self.keeps_groups, shapes)):
+        of_experts = any(self.expert_pieces(name, shape) for name, shape in shapes.items())
+        if not of_experts and all(map(self.keeps_groups, shapes)):
             size = bytes_per_value({self._kind(name) for name in shapes})
         return int(sum(map(math.prod, shapes.values())) * size)
 
-    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Weight]:
-        stored = self._file.tensors[self.stored_name(name)]
+    def fetch(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
+    ) -> Callable[[], Weight]:
+        if pieces := self.expert_pieces(name, shape):
+            calls = [self._fetch_piece(piece, dtype) for piece in pieces]
+            return lambda: self._experts.joined(name, [call() for call in calls], dtype)
+        stored = self._file.tensors[self.place(name).name]
         kind = stored.type.name
+        row = stored.num_bytes // stored.shape[0]
+        mine = slice(first * row, (first + shape[0]) * row)
         if self.keeps_groups(name):
-            return lambda: self._grouped(name, stored, shape)
+            return lambda: self._grouped(name, stored, mine, shape)
         if self._uploader is None or not _is_decoded_here(kind):
-            return lambda: self._in_order(name, self._decoded(stored, dtype).view(shape))
-        raw = self._uploader.begin(stored.file, stored.offset, stored.num_bytes)
+            return lambda: self._in_order(name, self._decoded(stored, mine, dtype).view(shape))
+        raw = self._uploader.begin(stored.file, stored.offset + mine.start, mine.stop - mine.start)
         return lambda: self._in_order(name, _decode(raw(), kind, dtype).view(shape))
+
+    def _fetch_piece(self, piece: Piece, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Experts are expanded, whatever their type."""
+        stored = self._file.tensors[piece.name]
+        size, first = stored.num_bytes, 0
+        if piece.index is not None:
+            size //= piece.shape[0]
+            first = piece.index * size
+        kind, shape = stored.type.name, piece.own_shape
+        if self._uploader is None or not _is_decoded_here(kind):
+            mine = slice(first, first + size)
+            return lambda: self._decoded(stored, mine, dtype).view(shape)
+        raw = self._uploader.begin(stored.file, stored.offset + first, size)
+        return lambda: _decode(raw(), kind, dtype).view(shape)
 
     def close(self) -> None:
         if self._uploader is not None:
@@ -82,23 +109,32 @@ class GGUFSource:
 
     def _kind(self, name: str) -> str:
         """The GGML type of our tensor ``name``."""
-        return self._file.tensors[self.stored_name(name)].type.name
+        return self._file.tensors[self.place(name).name].type.name
 
-    def _grouped(self, name: str, stored: GGUFTensor, shape: tuple[int, ...]) -> QuantizedWeight:
-        raw = torch.from_numpy(self._file.copied(stored.name))
+    def _grouped(
+        self, name: str, stored: GGUFTensor, mine: slice, shape: tuple[int, ...]
+    ) -> QuantizedWeight:
+        raw = torch.from_numpy(self._copied(stored, mine))
         return self._in_order(name, grouped(raw, stored.type.name, shape))
 
-    def _decoded(self, stored: GGUFTensor, dtype: torch.dtype) -> Tensor:
-        raw = self._file.copied(stored.name)
+    def _decoded(self, stored: GGUFTensor, mine: slice, dtype: torch.dtype) -> Tensor:
+        raw = self._copied(stored, mine)
         values = dequantize(raw, stored.type.name, stored.name, self.where, dtype)
         return values.to(self._uploader.device) if self._uploader else values
+
+    def _copied(self, stored: GGUFTensor, mine: slice) -> np.ndarray:
+        """Bytes of a tensor in memory of their own, all of it or some."""
+        if mine == slice(0, stored.num_bytes):
+            return self._file.copied(stored.name)
+        offset, count = stored.offset + mine.start, mine.stop - mine.start
+        return np.fromfile(stored.file, dtype=np.uint8, count=count, offset=offset)
 
     def _in_order(self, name: str, values: AnyWeight) -> AnyWeight:
         if not self._interleaves or name.split(".")[-2] not in ("q", "k"):
             return values
-        order = halves_from_neighbours(
-            torch.arange(values.shape[0]), self.spec.layers[0].mixer.head_dim
-        )
+        mixer = self.spec.layers[0].mixer
+        assert isinstance(mixer, GQASpec)
+        order = halves_from_neighbours(torch.arange(values.shape[0]), mixer.head_dim)
         return values[order]
 
 

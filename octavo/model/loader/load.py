@@ -13,10 +13,11 @@ import torch
 
 from octavo.checkpoint.gguf import GGUFFile
 from octavo.config import GIB, EngineConfig, ModelConfig, available_memory
-from octavo.model.decoder import Model, Part
+from octavo.model.decoder import Model
 from octavo.model.dtype import choose_dtype
 from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_config
 from octavo.model.families.catalogue import family_of
+from octavo.model.layer import Part
 from octavo.model.linear import Weight
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
@@ -27,6 +28,7 @@ from octavo.model.loader.shards import Headers
 from octavo.model.loader.source import WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
+from octavo.model.spec import DecoderSpec, MoESpec
 from octavo.quant.int8 import BYTES_PER_WEIGHT
 from octavo.types import ConfigError, Progress
 
@@ -51,6 +53,11 @@ def load_model(
                 f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
                 f"with, {computed}; use auto, or --dtype {kept}"
             )
+        if quantization == "int8" and _has_experts(source.spec):
+            raise ConfigError(
+                f"--quantization int8: {source.spec.architecture} has experts, which this version "
+                "does not quantize; leave it out"
+            )
         if quantization == "gguf":
             quantization, why = _what_groups_there_are(source, config.model.quantization, why)
         model = Model(source.spec, dtype, device, config.model.deterministic, quantization)
@@ -59,6 +66,10 @@ def load_model(
             model.reasons["quantization"] = f"{quantization}: {why}"
         load_weights(model, source, dtype, progress)
     return model
+
+
+def _has_experts(spec: DecoderSpec) -> bool:
+    return any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
 
 
 def _what_groups_there_are(
@@ -72,6 +83,8 @@ def _what_groups_there_are(
             f"{source.where}: --quantization {asked}: holds no type whose groups can be kept "
             f"({', '.join(KINDS)}); leave it out, or use int8"
         )
+    if _has_experts(source.spec):
+        why += "; experts are expanded"
     if kept < matrices:
         why += f"; {matrices - kept} of {matrices} matrices, of other types, are expanded"
     return ("gguf", why) if kept else (None, "")
@@ -130,16 +143,20 @@ def load_weights(
             if name in wanted:
                 raise ValueError(f"two parts want {name}")
             wanted[name] = shape
-    check_complete(source, wanted)
+    firsts = check_complete(source, wanted)
 
     model.weight_bytes = _weight_bytes(model, source, wanted, dtype)
     _check_free(model, source)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
-    sizes = [source.bytes_packed(dict(part.wanted()), dtype) for part in parts]
+    sizes = [
+        sum(source.bytes_packed({name: shape}, dtype) for name, shape in part.wanted())
+        for part in parts
+    ]
     total, done = sum(sizes), 0
-    for size, (part, tensors) in zip(sizes, _fetched(parts, source, dtype, ahead)):
+    for size, (part, tensors) in zip(sizes, _fetched(parts, source, dtype, ahead, firsts)):
         progress("loading weights", done / total, total)
         part.load(tensors)
+        tensors.clear()  # before the next part's are made
         done += size
     model.finish()
     progress("loading weights", 1.0, total)
@@ -149,19 +166,18 @@ def _weight_bytes(
     model: Model, source: WeightSource, wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> int:
     """What the weights take in memory once they are packed."""
-    linears = [linear for layer in model.layers for linear in layer.linears()]
+    linears = [*(x for layer in model.layers for x in layer.linears()), *model.embedding.linears()]
     fused = [[f"{name}.weight" for name, _ in linear.parts] for linear in linears]
     alone = set(wanted).difference(*fused)
     size = 0
     for names in (*fused, *([name] for name in sorted(alone))):
         shapes = {name: wanted[name] for name in names}
-        rounded = names[0] != "embed.weight" and len(shapes[names[0]]) == 2
-        if model.quantization == "int8" and rounded:
+        if model.quantization == "int8" and names in fused:
             size += int(sum(map(math.prod, shapes.values())) * BYTES_PER_WEIGHT)
         else:
             size += source.bytes_packed(shapes, dtype)
     shared = source.keeps_groups("embed.weight")  # rows are read from the head's packed copy
-    if model.spec.tied_embeddings and model.device == "cpu" and not shared:
+    if model.spec.embedding.tied and model.device == "cpu" and not shared:
         elements = math.prod(wanted["embed.weight"])
         is_int8 = model.quantization == "int8"
         size += int(elements * (BYTES_PER_WEIGHT if is_int8 else dtype.itemsize))
@@ -169,10 +185,14 @@ def _weight_bytes(
 
 
 def _fetched(
-    parts: Sequence[Part], source: WeightSource, dtype: torch.dtype, ahead: int
+    parts: Sequence[Part],
+    source: WeightSource,
+    dtype: torch.dtype,
+    ahead: int,
+    firsts: Mapping[str, int],
 ) -> Iterator[tuple[Part, dict[str, Weight]]]:
     """Each part with its tensors, in order. Those of later parts, up to so many bytes, are fetched
-    meanwhile."""
+    meanwhile. ``firsts``: see ``check_complete``."""
     coming: deque[tuple[Part, dict[str, Callable[[], Weight]], int]] = deque()
     under_way = 0
     left = iter(parts)
@@ -182,7 +202,10 @@ def _fetched(
                 break
             wanted = dict(part.wanted())
             size = sum(map(math.prod, wanted.values())) * dtype.itemsize
-            calls = {name: source.fetch(name, wanted[name], _kept(name, dtype)) for name in wanted}
+            calls = {
+                name: source.fetch(name, shape, _kept(name, dtype), firsts.get(name, 0))
+                for name, shape in wanted.items()
+            }
             coming.append((part, calls, size))
             under_way += size
         if not coming:
@@ -193,8 +216,10 @@ def _fetched(
 
 
 def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Divisors of the rotary frequencies stay FP32: rounding turns far positions by radians."""
-    return torch.float32 if name.startswith("rope_factors") else dtype
+    """Divisors of the rotary frequencies stay FP32: rounding turns far positions by radians. So do
+    a router's corrections, which differ by less than BF16 tells apart."""
+    exact = name.startswith("rope_factors") or name.endswith("router.correction")
+    return torch.float32 if exact else dtype
 
 
 def _check_free(model: Model, source: WeightSource) -> None:

@@ -27,6 +27,7 @@ _NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float64: "F64",
+    torch.uint8: "U8",
 }
 
 

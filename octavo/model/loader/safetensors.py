@@ -11,16 +11,18 @@ import json
 import math
 import mmap
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.mapped import forget
+from octavo.checkpoint.mapped import forget_read
 from octavo.model.families.family import Family
+from octavo.model.families.names import Place, find
+from octavo.model.loader.experts import Piece, StoredExperts
 from octavo.model.loader.shards import Headers, Stored, check_size, read_checkpoint
-from octavo.model.loader.source import translate
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
@@ -47,15 +49,23 @@ class SafetensorsSource:
         are. ``uploader``: to the device that is not the CPU."""
         self.where = str(path)
         self.spec = spec
-        self._names = family.hf_names
+        self.names = family.hf_names
         self._stored = stored
-        self.shapes = {name: stored.shape for name, stored in self._stored.items()}
+        self._base = family.base
+        self._bare = not any(name.startswith(family.base) for name in self._stored)
+        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.dtype = _commonest(self._stored)
+        left_out = family.base if self._bare else ""
+        self._experts = StoredExperts(spec, family.experts, self._stored, left_out)
         self._uploader = uploader
         self._maps: dict[Path, mmap.mmap] = {}
 
-    def stored_name(self, name: str) -> str:
-        return translate(name, self._names)
+    def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        return self._experts.pieces(name, shape)
+
+    def place(self, name: str) -> Place:
+        place = find(name, self.names)
+        return replace(place, name=place.name.removeprefix(self._base)) if self._bare else place
 
     def count_groups(self) -> tuple[int, int]:
         return 0, 0
@@ -66,37 +76,82 @@ class SafetensorsSource:
     def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
         return sum(map(math.prod, shapes.values())) * dtype.itemsize
 
-    def fetch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
-        stored = self._stored[self.stored_name(name)]
-        if stored.dtype not in _DTYPES:
-            raise ConfigError(
-                f"{stored.file}: {self.stored_name(name)} is {stored.dtype}; "
-                f"this version reads {', '.join(_DTYPES)}"
-            )
-        kind = _DTYPES[stored.dtype]
+    def fetch(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
+    ) -> Callable[[], Tensor]:
+        if pieces := self.expert_pieces(name, shape):
+            return self._fetch_expert(name, pieces, dtype)
+        place = self.place(name)
+        tensor = self._stored[place.name]
+        kind = _kind(tensor, place.name, _DTYPES)
+        turned = place.transposed and len(shape) == 2  # of which all is read
+        if not turned:
+            tensor = _rows(tensor, first, shape)
+
+        def ours(values: Tensor) -> Tensor:
+            values = values.view(kind).view(tensor.shape)
+            if turned:
+                values = values[:, first : first + shape[0]].t()
+            return values.float() + place.plus if place.plus else values
+
         if self._uploader is None:
-            return lambda: self._copied(stored, dtype).view(shape)
-        raw = self._uploader.begin(stored.file, stored.offset, stored.num_bytes)
-        return lambda: raw().view(kind).view(shape).to(dtype)
+            return lambda: self._copied(tensor, ours, dtype)
+        raw = self._uploader.begin(tensor.file, tensor.offset, tensor.num_bytes)
+        return lambda: ours(raw()).to(dtype).contiguous()
+
+    def _fetch_expert(
+        self, name: str, pieces: Sequence[Piece], dtype: torch.dtype
+    ) -> Callable[[], Tensor]:
+        calls = [self._fetch_raw(self._stored[piece.name], piece) for piece in pieces]
+        return lambda: self._experts.joined(name, [call() for call in calls], dtype)
+
+    def _fetch_raw(self, tensor: Stored, piece: Piece) -> Callable[[], Tensor]:
+        """The piece's numbers as they are stored, in memory of its own."""
+        kind = _kind(tensor, piece.name, {"U8": torch.uint8} if piece.packed else _DTYPES)
+        if piece.index is not None:
+            tensor = _rows(tensor, piece.index, (1, *piece.own_shape))
+        if self._uploader is None:
+            return lambda: self._copied(tensor, lambda x: x.view(kind).view(piece.own_shape), kind)
+        raw = self._uploader.begin(tensor.file, tensor.offset, tensor.num_bytes)
+        return lambda: raw().view(kind).view(piece.own_shape)
 
     def close(self) -> None:
         self._maps.clear()
         if self._uploader is not None:
             self._uploader.close()
 
-    def _copied(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """Flat, in memory of its own; the file's pages no longer count as this process's."""
-        data = self._maps.get(stored.file)
+    def _copied(
+        self, tensor: Stored, ours: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        """``ours`` of the stored bytes, in memory of its own; the file's pages no longer count as
+        this process's."""
+        data = self._maps.get(tensor.file)
         if data is None:
-            with stored.file.open("rb") as file:
+            with tensor.file.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._maps[stored.file] = data
-        kind, count = _DTYPES[stored.dtype], math.prod(stored.shape)
-        values = torch.frombuffer(data, dtype=kind, count=count, offset=stored.offset)
-        copy = values.to(dtype, copy=True)
+            self._maps[tensor.file] = data
+        values = torch.frombuffer(
+            data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset
+        )
+        copy = ours(values).to(dtype, copy=True, memory_format=torch.contiguous_format)
         del values
-        forget(data, stored.offset, stored.num_bytes)
+        forget_read(data, tensor.offset, tensor.num_bytes)
         return copy
+
+
+def _kind(tensor: Stored, name: str, kinds: Mapping[str, torch.dtype]) -> torch.dtype:
+    if tensor.dtype not in kinds:
+        raise ConfigError(
+            f"{tensor.file}: {name} is {tensor.dtype}; this version reads {', '.join(kinds)}"
+        )
+    return kinds[tensor.dtype]
+
+
+def _rows(tensor: Stored, first: int, shape: tuple[int, ...]) -> Stored:
+    """``shape[0]`` of its rows, from ``first`` on."""
+    row = tensor.num_bytes // tensor.shape[0]
+    offset, num_bytes = tensor.offset + first * row, shape[0] * row
+    return replace(tensor, shape=shape, offset=offset, num_bytes=num_bytes)
 
 
 def _commonest(tensors: Mapping[str, Stored]) -> torch.dtype | None:

@@ -94,9 +94,10 @@ class CPUPagedAttention:
     flash_prompts = False  # prompts from position 0 through ATen's flash kernel
 
     def __init__(self, geometry: AttentionGeometry) -> None:
-        if geometry.softcap is not None:
-            raise ValueError("attention with softcap is not written for CPUs yet")
+        if geometry.sinks:
+            raise ValueError("attention sinks are not written in ATen's operations")
         self.geometry = geometry
+        self._flash = geometry.softcap is None  # ATen's flash kernel has no soft cap
         self._group = geometry.num_heads // geometry.num_kv_heads
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
         self._scratch = torch.empty(0)  # gathered keys and values of one group or row
@@ -170,9 +171,10 @@ class CPUPagedAttention:
         keys = self._keys(batch, rows, firsts, width)
         lengths = [batch.seq_lens_host[row] for row in rows]
         if len(rows) == 1 and self.geometry.window is None:
-            return _Group(index, keys, lengths[0], lengths[0] <= FLASH_PLACES, None)
+            flash = self._flash and lengths[0] <= FLASH_PLACES
+            return _Group(index, keys, lengths[0], flash, None)
         places = width * batch.block_size
-        flash = len(rows) * places <= FLASH_PLACES
+        flash = self._flash and len(rows) * places <= FLASH_PLACES
         position = torch.tensor(firsts)[:, None] * batch.block_size + torch.arange(places)
         last = torch.tensor(lengths)[:, None] - 1
         hidden = position > last
@@ -305,11 +307,15 @@ class CPUPagedAttention:
             out.index_copy_(0, group.index, found)
 
     def _scores(self, query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
-        """query [m, i, d], key [m, j, d] -> scale * query @ key.T + mask, [m, i, j]."""
-        start = query.new_zeros(1) if mask is None else mask  # unused where beta is 0
-        return torch.baddbmm(
-            start, query, key.transpose(1, 2), beta=mask is not None, alpha=self.geometry.scale
-        )
+        """query [m, i, d], key [m, j, d] -> scale * query @ key.T, capped, + mask, [m, i, j]."""
+        cap, scale = self.geometry.softcap, self.geometry.scale
+        if cap is None and mask is not None:
+            return torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale)
+        unused = query.new_zeros(1)
+        scores = torch.baddbmm(unused, query, key.transpose(1, 2), beta=0, alpha=scale)
+        if cap is not None:
+            scores = scores.div_(cap).tanh_().mul_(cap)
+        return scores if mask is None else scores.add_(mask)
 
     def _attend_row(self, heads: Tensor, cache: Tensor, row: _Row, out: Tensor) -> None:
         hq, kv_heads, dim = (
@@ -320,7 +326,7 @@ class CPUPagedAttention:
         if row.keys is None:
             own = heads[row.start : row.end, hq:].transpose(0, 1).contiguous()
             key, value = own.split(kv_heads)
-            if self.flash_prompts and self.geometry.window is None:
+            if self._flash and self.flash_prompts and self.geometry.window is None:
                 self._attend_prompt(heads[row.start : row.end, :hq], key, value, out, row)
                 return
         else:

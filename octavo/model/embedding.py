@@ -1,0 +1,125 @@
+"""Both ends of a decoder: what a token becomes, and the logits of what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.model.linear import Linear
+from octavo.model.spec import DecoderSpec
+from octavo.ops.quantized import QuantizedWeight
+from octavo.ops.sampling import most_likely
+
+
+class Embedding:
+    """Token embedding, and the head, which shares its weight when tied.
+
+    The head may repack its copy for multiplying (on a CPU it does, on a GPU not). Rows of a
+    quantized one are read from what has been packed.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, ops: Mapping[str, Callable[..., Any]], make_linear: Any
+    ) -> None:
+        """``ops``: the chosen versions by name."""
+        self.spec = spec
+        self.operation = ops["embedding"]
+        self._soft_cap = ops.get("soft_cap", _no_cap)
+        width = spec.embedding.width
+        self.head: Linear = make_linear((("head", spec.vocab_size),), width, epilogue="logits")
+        self.project: tuple[Linear, Linear] | None = None  # to the hidden size and back
+        if width != spec.hidden_size:
+            self.project = (
+                make_linear((("embed_in", spec.hidden_size),), width),
+                make_linear((("embed_out", width),), spec.hidden_size),
+            )
+        self._scale: Tensor | None = None
+        self._positions: Tensor | None = None
+        self._look_up: Callable[[Tensor], Tensor]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token becomes its row and nothing else."""
+        spec = self.spec.embedding
+        return self.project is None and spec.scale is None and spec.positions is None
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Those with weights of their own."""
+        head = () if self.spec.embedding.tied else (self.head,)
+        return (*head, *(self.project or ()))
+
+    def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        spec = self.spec.embedding
+        yield "embed.weight", (self.spec.vocab_size, spec.width)
+        for linear in self.linears():
+            yield from linear.wanted()
+        if spec.positions is not None:
+            yield "positions.weight", (spec.positions.rows, self.spec.hidden_size)
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        spec, dtype = self.spec.embedding, self.head.versions.dtype
+        weight = tensors["embed.weight"]
+        head = weight if spec.tied else tensors["head.weight"]
+        self.head.load({"head.weight": head})
+        if not isinstance(weight, QuantizedWeight):
+            self._look_up = partial(_rows, self.operation, weight)
+        elif spec.tied:
+            self._look_up = self.head.apply.rows  # type: ignore[attr-defined]
+        else:
+            packed = self.head.versions.quantized([weight], None, "none", dtype)
+            self._look_up = packed.rows
+        if spec.positions is not None:
+            table = tensors["positions.weight"]
+            if isinstance(table, QuantizedWeight):
+                table = table.dense().to(dtype)
+            self._positions = table
+        if spec.scale is not None:
+            self._scale = torch.tensor(spec.scale, dtype=dtype)
+        for linear in self.project or ():
+            linear.load(tensors)
+
+    def __call__(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """ids: int64 [T]; positions: int64 [T], which ``is_plain`` does without. [T, hidden]."""
+        x = self._look_up(ids)
+        if self._scale is not None:
+            x = x * self._scale
+        if self.project:
+            x = self.project[0](x)
+        if self._positions is not None and self.spec.embedding.positions is not None:
+            assert positions is not None
+            x = x + self.operation(
+                positions + self.spec.embedding.positions.offset, self._positions
+            )
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [r, hidden]. Returns FP32 [r, vocab]."""
+        if self.project:
+            hidden = self.project[1](hidden)
+        logits = self.head(hidden)
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
+        cap = self.spec.logit_softcap
+        return logits if cap is None else self._soft_cap(logits, cap)
+
+    def most_likely(self, hidden: Tensor) -> Tensor:
+        """hidden: [r, hidden]. The first of each row's largest logits, int64 [r]; where some are no
+        numbers, which one is not said."""
+        largest = getattr(self.head.apply, "largest", None)
+        changed = self.spec.logit_softcap is not None or self.spec.logit_scale != 1.0
+        if largest is None or self.project or changed:
+            return most_likely(self.logits(hidden))
+        found: Tensor = largest(hidden)
+        return found
+
+
+def _no_cap(logits: Tensor, cap: float) -> Tensor:
+    raise AssertionError("a model without a soft cap was asked to cap")
+
+
+def _rows(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, ids: Tensor) -> Tensor:
+    return operation(ids, weight)

@@ -1,0 +1,54 @@
+"""What families with experts read alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from octavo.model.families.reading import ConfigReader
+from octavo.model.spec import FeedForwardSpec, MLPSpec, MoESpec, RouterSpec
+
+
+def read_num_experts(config: ConfigReader) -> int:
+    """Repositories say ``num_experts`` or ``num_local_experts``, by family and age."""
+    key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    return config.integer(key)
+
+
+def read_silu(config: ConfigReader) -> None:
+    """Experts multiply by SiLU alone ("swish" is its other name)."""
+    config.choice("hidden_act", ("silu", "swish"), "silu")
+
+
+def read_router(config: ConfigReader, num_experts: int, **others: Any) -> RouterSpec:
+    """The router of ``num_experts_per_tok`` choices; ``others``: its fields that have a default.
+    Raises ConfigError where its numbers do not fit together."""
+    router = RouterSpec(num_experts, config.integer("num_experts_per_tok"), **others)
+    least = 2 if router.group_score == "top2" and router.groups > 1 else 1
+    size = router.num_experts // router.groups
+    if router.num_experts % router.groups or size < least:
+        wanted = f"a divisor of {router.num_experts} (experts)"
+        raise config.error("n_group", router.groups, wanted + " that leaves two in each")
+    if router.groups_kept > router.groups:
+        raise config.error("topk_group", router.groups_kept, f"at most {router.groups} (n_group)")
+    most = size * router.groups_kept
+    if router.top_k > most:
+        raise config.error("num_experts_per_tok", router.top_k, f"at most {most} experts")
+    return router
+
+
+def read_qwen_router(config: ConfigReader) -> RouterSpec:
+    renormalize = config.boolean("norm_topk_prob", False)
+    return read_router(config, read_num_experts(config), renormalize=renormalize)
+
+
+def read_sparse_layers(
+    config: ConfigReader, mlp: MLPSpec, moe: MoESpec
+) -> Callable[[int], FeedForwardSpec]:
+    """Qwen's rule: experts in every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does
+    not name."""
+    step = config.integer("decoder_sparse_step", 1)
+    dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise config.error("mlp_only_layers", dense, "a list of layers")
+    return lambda layer: mlp if layer in dense or (layer + 1) % step else moe
