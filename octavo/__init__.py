@@ -13,6 +13,8 @@ _HOMES = {
     "SamplingParams": "octavo.types",
     "RequestOutput": "octavo.types",
     "CompletionOutput": "octavo.types",
+    "EmbeddingRequestOutput": "octavo.types",
+    "EmbeddingOutput": "octavo.types",
     "FinishReason": "octavo.types",
     "Logprob": "octavo.types",
     "OctavoError": "octavo.types",
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from octavo.types import (
         CompletionOutput,
         ConfigError,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
         EngineDead,
         FinishReason,
         InvalidRequest,

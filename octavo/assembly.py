@@ -1,15 +1,19 @@
-"""From an engine's outputs to RequestOutputs: text, stop strings, log-probabilities per choice."""
+"""From an engine's outputs to RequestOutputs (text, stop strings, log-probabilities per choice) and
+to vectors of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.engine.messages import (
     AddRequest,
     Finished,
     Outputs,
+    PooledPrompt,
     PromptLogprobRows,
     Started,
     TokenLogprobRow,
@@ -19,6 +23,8 @@ from octavo.text.output import ChoiceText
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import (
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     FinishReason,
     InvalidRequest,
     Logprob,
@@ -166,21 +172,79 @@ class Answer:
         return found
 
 
+class Vector:
+    """A request for a prompt's vector, as far as it is known."""
+
+    is_read_at_its_end = True
+
+    def __init__(self, request: AddRequest, prompt_ids: list[int], normalize: bool) -> None:
+        """``prompt_ids``: as they came; the request may have only their end."""
+        self.request = request
+        self.failure: OctavoError | None = None
+        self._prompt_ids = prompt_ids[-num_ids(request.prompt_ids) :]
+        self._normalize = normalize
+        self._values: NDArray[np.float32] | None = None
+        self._num_cached_tokens = 0
+        self._ended = False
+
+    @property
+    def finished(self) -> bool:
+        return self._ended
+
+    @property
+    def open_handles(self) -> list[int]:
+        return [] if self._ended else [self.request.handle]
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def start(self, event: Started) -> None:
+        self._num_cached_tokens = event.num_cached_tokens
+
+    def set_values(self, pooled: PooledPrompt) -> None:
+        self._values = np.frombuffer(pooled.values, dtype="<f4")
+
+    def finish(self, event: Finished) -> None:
+        self._ended = True
+        if event.reason is FinishReason.ERROR:
+            self.failure = OctavoError(event.message)
+        elif self._values is None and event.reason is not FinishReason.ABORT:
+            self.failure = OctavoError("the prompt ended without a vector")
+
+    def reject(self, error: InvalidRequest) -> None:
+        self._ended, self.failure = True, error
+
+    def output(self) -> EmbeddingRequestOutput:
+        """Once it is finished and has not failed."""
+        assert self._values is not None
+        values = self._values.astype(np.float64)
+        if self._normalize:
+            values /= max(float(np.linalg.norm(values)), 1e-12)
+        return EmbeddingRequestOutput(
+            self.request.request_id,
+            EmbeddingOutput(values.tolist()),
+            self._prompt_ids,
+            self.finished,
+            self._num_cached_tokens,
+        )
+
+
 class Assembler:
     """Routes each step's outputs to the answers they belong to."""
 
     def __init__(self) -> None:
-        self._answers: dict[int, Answer] = {}  # by handle of each open choice
+        self._answers: dict[int, Answer | Vector] = {}  # by handle of each open choice
         self.touched: list[Answer] = []  # by the last ``apply``
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Answer | Vector) -> None:
         for handle in answer.open_handles:
             self._answers[handle] = answer
 
     def apply(self, outputs: Outputs) -> list[int]:
         """Returns the handles whose text met a stop string: to be aborted."""
-        answers = self._answers
-        touched: dict[int, Answer] = {}  # by handle of choice 0, in order
+        answers = cast(dict[int, Answer], self._answers)  # vectors draw nothing
+        touched: dict[int, Answer | Vector] = {}  # by handle of choice 0, in order
         stopped = []
         for handle, token in outputs.pairs():
             answer = answers[handle]
@@ -190,25 +254,28 @@ class Assembler:
         for row in outputs.logprobs:
             answers[row.handle].push_logprobs(row)
         self._apply_events(outputs, touched)
-        self.touched = list(touched.values())
+        self.touched = [answer for answer in touched.values() if isinstance(answer, Answer)]
         return stopped
 
     def apply_together(self, steps: Sequence[Outputs]) -> None:
         """The outputs of several steps, in order, at a fraction of the cost: all answers must be
         ``is_read_at_its_end``."""
+        answers = cast(dict[int, Answer], self._answers)
         for handle, tokens in _by_handle(steps):
-            self._answers[handle].extend(handle, tokens)
-        touched: dict[int, Answer] = {}
+            answers[handle].extend(handle, tokens)
+        touched: dict[int, Answer | Vector] = {}
         for outputs in steps:
             self._apply_events(outputs, touched)
 
-    def _apply_events(self, outputs: Outputs, touched: dict[int, Answer]) -> None:
+    def _apply_events(self, outputs: Outputs, touched: dict[int, Answer | Vector]) -> None:
         """All but drawn tokens."""
         answers = self._answers
         for started in outputs.started:
             answers[started.handle].start(started)
         for rows in outputs.prompt_logprobs:
-            answers[rows.handle].push_prompt_logprobs(rows)
+            cast(Answer, answers[rows.handle]).push_prompt_logprobs(rows)
+        for pooled in outputs.pooled:
+            cast(Vector, answers[pooled.handle]).set_values(pooled)
         for event in outputs.finished:
             answer = answers.pop(event.handle)
             touched[answer.request.handle] = answer

@@ -89,9 +89,9 @@ class ModelConfig:
     )
     load_format: str = flag(
         "auto",
-        "how weights are read; dummy: random weights",
+        "how weights are read; pt: PyTorch's .bin files, dummy: random weights",
         group="model",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
         later=("bitsandbytes",),
     )
     revision: str | None = flag(None, "hub revision (branch, tag or commit)", group="model")

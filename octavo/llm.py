@@ -13,14 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo.assembly import Answer, Assembler
+from octavo.assembly import Answer, Assembler, Vector
 from octavo.checkpoint.locate import ModelFiles, locate
 from octavo.config import EngineConfig, from_flags
-from octavo.engine.admission import prepare
+from octavo.engine.admission import prepare, prepare_embedding
 from octavo.engine.messages import EngineInfo, EngineStats, Outputs
 from octavo.text.chat import ChatTemplate, check_template_variables, load_chat_template
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.types import (
+    EmbeddingRequestOutput,
     EngineDead,
     InvalidRequest,
     RequestOutput,
@@ -149,7 +150,43 @@ class LLM(_Frontend):
             self._answer(prompt, params, None)
             for prompt, params in zip(entries, self._params_for(entries, sampling_params))
         ]
-        return self._run(answers, use_tqdm)
+        self._run(answers, use_tqdm)
+        return [answer.output() for answer in answers]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "last",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt: the hidden states after the final norm, of the "last" token or
+        their "mean" over all tokens; ``normalize``: of length 1. Computed like prompts of
+        ``generate``, in chunks and mixed batches; "last" also reuses cached prefixes.
+
+        ``output.outputs.embedding`` is the list of floats. ``truncate_prompt_tokens`` keeps the
+        last so many tokens of longer prompts (-1: the model's length).
+
+        Raises InvalidRequest before anything runs if one of them can never run.
+        """
+        vectors = []
+        for prompt in _listed(prompts):
+            _, ids = self._tokenized(prompt)
+            request = prepare_embedding(
+                self.info,
+                ids,
+                pooling,
+                handle=self._next_handle,
+                request_id=str(self._next_handle),
+                arrival=time.monotonic(),
+                truncate_prompt_tokens=truncate_prompt_tokens,
+            )
+            self._next_handle += 1
+            vectors.append(Vector(request, ids, normalize))
+        self._run(vectors, use_tqdm)
+        return [vector.output() for vector in vectors]
 
     def chat(
         self,
@@ -208,7 +245,8 @@ class LLM(_Frontend):
             )
         return list(given)
 
-    def _run(self, answers: list[Answer], show_progress: bool) -> list[RequestOutput]:
+    def _run(self, answers: Sequence[Answer | Vector], show_progress: bool) -> None:
+        """Until all are finished. Raises the first one's failure."""
         if not self._usable:
             raise EngineDead("the engine was closed, or stopped in the middle of a step")
         assembler = Assembler()
@@ -239,9 +277,8 @@ class LLM(_Frontend):
                 raise
         for answer in answers:
             answer.raise_failure()
-        return [answer.output() for answer in answers]
 
-    def _abandon(self, answers: list[Answer]) -> None:
+    def _abandon(self, answers: Sequence[Answer | Vector]) -> None:
         """Empties the engine of these; it is usable again once that has gone through."""
         self._usable = False
         self.engine.abort([h for answer in answers for h in answer.open_handles])
@@ -404,7 +441,9 @@ class _Progress:
     def update(self, outputs: Outputs) -> None:
         self._tokens += len(outputs.tokens) // 4
         if self._bar is not None:
-            speed = f"{self._tokens / max(1e-3, time.monotonic() - self._began):.0f} tok/s"
+            speed = ""
+            if self._tokens:
+                speed = f"{self._tokens / max(1e-3, time.monotonic() - self._began):.0f} tok/s"
             self._bar.update(self._task, advance=len(outputs.finished), speed=speed)
 
 
@@ -422,6 +461,6 @@ def _ids(prompt: Any) -> list[int]:
     return ids
 
 
-def _log_progress(phase: str, share: float) -> None:
+def _log_progress(phase: str, share: float, num_bytes: int = 0) -> None:
     if share <= 0:
         logger.info("starting: %s", phase)

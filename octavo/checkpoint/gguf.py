@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.checkpoint.mapped import forget
+from octavo.checkpoint.mapped import forget_read
+from octavo.checkpoint.split import parts_of
 from octavo.types import ConfigError
 
 if TYPE_CHECKING:
@@ -49,8 +50,10 @@ _u64 = struct.Struct("<Q").unpack_from
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """An entry of the tensor table. ``shape`` is row-major, ``offset`` is from the file's start."""
+    """An entry of the tensor table. ``shape`` is row-major, ``offset`` is from the start of
+    ``file``, which is another part where the model is split."""
 
+    file: Path
     name: str
     type: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -59,7 +62,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file opened for reading.
+    """A GGUF file opened for reading; of a split model the first part, which stands for all.
 
     ``metadata``: key -> int, float, bool, str, list[str], or numpy array for an array of numbers.
     Raises ConfigError, naming the file and the numbers, when it is not a readable GGUF file.
@@ -98,12 +101,53 @@ class GGUFFile:
 
     @cached_property
     def tensors(self) -> dict[str, GGUFTensor]:
-        """The tensor table, in file order. Raises ConfigError if a tensor ends beyond the file."""
-        if int(self.metadata.get("split.count", 1)) > 1:
+        """The tensor table, in file order, of all parts. Raises ConfigError if a tensor ends beyond
+        its file, or a part is absent or another model's."""
+        found: dict[str, GGUFTensor] = {}
+        for part in self._parts.values():
+            for name, tensor in part._own_tensors().items():
+                if name in found:
+                    raise ConfigError(
+                        f"{self.path}: {name} is in both {found[name].file.name} and "
+                        f"{tensor.file.name}; fetch the parts again"
+                    )
+                found[name] = tensor
+        total = int(self.metadata.get("split.tensors.count", len(found)))
+        if total != len(found):
             raise ConfigError(
-                f"{self.path}: one of {self.metadata['split.count']} parts of a split model; join "
-                "them with `llama-gguf-split --merge` first"
+                f"{self.path}: its {len(self._parts)} parts hold {len(found)} tensors, the model "
+                f"has {total}; fetch the parts again"
             )
+        return found
+
+    @cached_property
+    def _parts(self) -> dict[Path, GGUFFile]:
+        """This file and, of a split model, the others."""
+        count = int(self.metadata.get("split.count", 1))
+        if count <= 1:
+            return {self.path: self}
+        paths = parts_of(self.path)
+        if len(paths) != count or int(self.metadata.get("split.no", 0)) != 0:
+            raise ConfigError(
+                f"{self.path}: one of {count} parts of a split model; name the first, which is "
+                f"called NAME-00001-of-{count:05}.gguf"
+            )
+        absent = [path.name for path in paths if not path.is_file()]
+        if absent:
+            raise ConfigError(
+                f"{self.path}: {len(absent)} of {count} parts are absent: {', '.join(absent[:4])}"
+            )
+        parts = {self.path: self, **{path: GGUFFile(path) for path in paths[1:]}}
+        for place, (path, part) in enumerate(parts.items()):
+            said = part.metadata.get("split.no"), part.metadata.get("split.count")
+            if said != (place, count):
+                raise ConfigError(
+                    f"{path}: says it is part {said[0]} of {said[1]} (from 0), its name says "
+                    f"{place} of {count}; fetch the parts again"
+                )
+        return parts
+
+    def _own_tensors(self) -> dict[str, GGUFTensor]:
         header = self._header
         header.position = self._tensors_at
         entries = []
@@ -147,17 +191,19 @@ class GGUFFile:
                 f"{self.path}: truncated: tensor {name} ends at byte {begin + num_bytes:,}, the "
                 f"file has {self._header.size:,}; fetch it again"
             )
-        return GGUFTensor(name, kind, shape, begin, num_bytes)
+        return GGUFTensor(self.path, name, kind, shape, begin, num_bytes)
 
     def raw(self, name: str) -> np.ndarray:
         """Stored bytes of a tensor: uint8 [num_bytes], a read-only view of the mapped file."""
         tensor = self.tensors[name]
-        return self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
+        data = self._parts[tensor.file]._bytes
+        return data[tensor.offset : tensor.offset + tensor.num_bytes]
 
     def copied(self, name: str) -> np.ndarray:
         """The same in memory of its own; the file's pages no longer count as this process's."""
         tensor, found = self.tensors[name], np.array(self.raw(name))
-        forget(self._bytes._mmap, tensor.offset, tensor.num_bytes)  # type: ignore[attr-defined]
+        data = self._parts[tensor.file]._bytes
+        forget_read(data._mmap, tensor.offset, tensor.num_bytes)  # type: ignore[attr-defined]
         return found
 
 

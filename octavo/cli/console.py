@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TextIO
 
 _BAR = 24
+_LOG_SECONDS = 10.0  # between two lines of one phase in a log
 
 
 class PhaseLine:
-    """A ``Progress`` callback: (phase, fraction in 0..1 or -1). ``end()`` closes the last phase.
+    """A ``types.Progress``. ``end()`` closes the last phase.
 
-    On a terminal the line is redrawn in place; elsewhere each phase is one line when it begins.
-    ``seconds`` holds how long each phase took, in order.
+    On a terminal the line is redrawn in place; elsewhere each phase is one line when it begins, and
+    one every ten seconds while it lasts. ``seconds`` holds how long each phase took, in order.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -26,20 +27,33 @@ class PhaseLine:
         self._phase = ""
         self._began = 0.0
         self._drawn = 0.0
+        self._num_bytes = 0
 
-    def __call__(self, phase: str, fraction: float) -> None:
+    def __call__(self, phase: str, fraction: float, num_bytes: int = 0) -> None:
         now = time.monotonic()
         if phase != self._phase:
             self.end()
-            self._phase, self._began = phase, now
+            self._phase, self._began, self._num_bytes = phase, now, num_bytes
             if not self._is_terminal:
+                self._drawn = now
                 print(f"  {phase} …", file=self.stream, flush=True)
-        elif not self._is_terminal or (now - self._drawn < 0.1 and fraction < 1.0):
+        elif now - self._drawn < (0.1 if self._is_terminal else _LOG_SECONDS):
             return
+        self._num_bytes = max(self._num_bytes, num_bytes)
         if self._is_terminal:
             self._drawn = now
-            tail = f"{bar(fraction)} {fraction:4.0%}" if fraction >= 0 else "…"
-            print(f"\r\x1b[K  {phase} {tail}", end="", file=self.stream, flush=True)
+            shown = f"{bar(fraction)} {self._state(fraction, now)}" if fraction >= 0 else "…"
+            print(f"\r\x1b[K  {phase} {shown}", end="", file=self.stream, flush=True)
+        elif now - self._drawn >= _LOG_SECONDS:
+            self._drawn = now
+            print(f"  {phase} {self._state(fraction, now)}", file=self.stream, flush=True)
+
+    def _state(self, fraction: float, now: float) -> str:
+        """``43%, 0.9 of 2.1 GiB, 3 s``, of what is known."""
+        parts = [f"{fraction:.0%}"] if fraction >= 0 else []
+        if self._num_bytes and fraction >= 0:
+            parts.append(f"{size(fraction * self._num_bytes)} of {size(self._num_bytes)}")
+        return ", ".join([*parts, f"{now - self._began:.0f} s"])
 
     def end(self) -> None:
         if not self._phase:
@@ -47,7 +61,9 @@ class PhaseLine:
         took = time.monotonic() - self._began
         self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + took
         if self._is_terminal:
-            print(f"\r\x1b[K  {self._phase} {took:.1f} s", file=self.stream, flush=True)
+            moved = f" {size(self._num_bytes)} in" if self._num_bytes else ""
+            line = f"\r\x1b[K  {self._phase}{moved} {took:.1f} s"
+            print(line, file=self.stream, flush=True)
         self._phase = ""
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "complete": ("octavo.cli.complete", "continue a text"),
     "pull": ("octavo.cli.pull", "fetch a model into the cache"),
     "models": ("octavo.cli.models", "what can be served, and what is on this machine"),
+    "template-check": ("octavo.cli.template_check", "try a model's chat template"),
     "bench": ("octavo.cli.bench.main", "measure: serve, throughput, latency, startup"),
     "collect-env": ("octavo.cli.collect_env", "facts about this machine for a bug report"),
 }
@@ -30,7 +31,6 @@ COMMANDS_OF_LATER_VERSIONS = {
     "doctor": "self-diagnosis",
     "quantize": "quantization",
     "eval": "quality evaluation",
-    "template-check": "chat template checks",
 }
 
 
@@ -95,7 +95,7 @@ def _overview(topic: str) -> str:
     from octavo.config import EngineConfig, ServerConfig
 
     lines = [f"octavo {__version__}: serve language models", "", "commands:"]
-    lines += [f"  octavo {name:<14}{summary}" for name, (_, summary) in COMMANDS.items()]
+    lines += [f"  octavo {name:<16}{summary}" for name, (_, summary) in COMMANDS.items()]
     lines += ["", "octavo COMMAND --help shows a command's flags. Of serve, those people need:", ""]
     serve = Command("serve", COMMANDS["serve"][1], (EngineConfig, ServerConfig), migrating=True)
     lines += command_help(serve, topic).splitlines()

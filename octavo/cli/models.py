@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.checkpoint.catalogue import CATALOGUE
+from octavo.checkpoint.split import first_part
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.console import size, table
 from octavo.config import flag
@@ -38,7 +39,10 @@ def run(arguments: Arguments) -> int:
             }
             for model in CATALOGUE.values()
         }
-        hub = {name: str(path) for name, path in cached.items()}
+        hub = {
+            model.name: {"path": str(model.path), "bytes": model.num_bytes, "files": model.gguf}
+            for model in cached
+        }
         print(json.dumps({"families": families, "catalogue": catalogue, "hub": hub}, indent=2))
         return 0
     print("families (the architecture in config.json, or general.architecture of a GGUF)")
@@ -55,8 +59,13 @@ def run(arguments: Arguments) -> int:
         for model in CATALOGUE.values()
     ]
     print(table(rows))
-    print("\nhub models on this machine (octavo serve ORG/NAME)")
-    print(table([(name, str(path)) for name, path in cached.items()]) or "  none")
+    print("\nhub models on this machine (octavo serve ORG/NAME, ORG/NAME:FILE of GGUF files)")
+    on_disk = [
+        (name, size(num_bytes), str(model.path))
+        for model in cached
+        for name, num_bytes in model.servable()
+    ]
+    print(table(on_disk) or "  none")
     return 0
 
 
@@ -71,12 +80,47 @@ def supported_architectures() -> dict[str, list[str]]:
     }
 
 
-def cached_hub_models() -> dict[str, Path]:
-    """Repositories with a config.json in the hub's own cache, of a supported family or not."""
+@dataclass(frozen=True)
+class CachedModel:
+    """A repository in the hub's cache. ``num_bytes``: of all its files there, of every revision.
+    ``gguf``: names of the GGUF files of the newest revision."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    has_config: bool
+    gguf: list[str]
+
+    def servable(self) -> list[tuple[str, int]]:
+        """What ``octavo serve`` can be given, and its bytes."""
+        found = {self.name: self.num_bytes} if self.has_config else {}
+        for name in self.gguf:  # parts of a split one count as its first
+            files = self.path.glob(f"snapshots/*/{name}")
+            served = f"{self.name}:{first_part(Path(name))}"
+            found[served] = found.get(served, 0) + max(file.stat().st_size for file in files)
+        return list(found.items())
+
+
+def cached_hub_models() -> list[CachedModel]:
+    """Repositories with a config.json or GGUF files in the hub's own cache, of a supported family
+    or not."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    found: dict[str, Path] = {}
+    found = []
     for folder in sorted(Path(HF_HUB_CACHE).glob("models--*--*")):
-        if any(folder.glob("snapshots/*/config.json")):
-            found[folder.name.removeprefix("models--").replace("--", "/")] = folder
+        snapshots = sorted(folder.glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
+        if not snapshots:
+            continue
+        newest = snapshots[-1]
+        gguf = sorted(
+            str(file.relative_to(newest)) for file in newest.rglob("*.gguf") if file.is_file()
+        )
+        has_config = (newest / "config.json").is_file()
+        if has_config or gguf:
+            name = folder.name.removeprefix("models--").replace("--", "/")
+            # Snapshots are links to blobs; where links are not possible they are the files.
+            files = {file.resolve() for file in folder.rglob("*") if file.is_file()}
+            kept = {file for file in files if "blobs" in file.parts or "snapshots" in file.parts}
+            total = sum(file.stat().st_size for file in kept)
+            found.append(CachedModel(name, folder, total, has_config, gguf))
     return found

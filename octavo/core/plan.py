@@ -18,13 +18,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.types import SamplingParams
+from octavo.types import Pooling, SamplingParams
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 
 SAMPLE = np.uint8(1)  # the row ends at its request's last token: draw the next one
 PROMPT_LOGPROBS = np.uint8(2)  # log-probabilities of the row's own tokens are wanted
+POOL = np.uint8(4)  # the row's hidden states go into its request's vector (NewRequest.pooling)
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class NewRequest:
     seed: int  # 64 bit, unsigned; already resolved when the client gave none
     min_stop_ids: list[int] = field(default_factory=list)  # banned until min_tokens are out
     bad_words: list[list[int]] = field(default_factory=list)  # token id sequences never completed
+    pooling: Pooling | None = None  # no token is drawn: the prompt's vector is wanted
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class StepPlan:
     slots: Int32  # [n] one row per slot, no slot twice
     num_tokens: Int32  # [n] tokens to compute, >= 1
     starts: Int32  # [n] position of the first of them (an upper bound under speculation)
-    flags: NDArray[np.uint8]  # [n] SAMPLE | PROMPT_LOGPROBS
+    flags: NDArray[np.uint8]  # [n] SAMPLE | PROMPT_LOGPROBS | POOL
     block_starts: Int32  # [n] index in the slot's block table where the row's new ids go
     block_indptr: Int32  # [n + 1] CSR into block_ids
     block_ids: Int32  # [m]
@@ -90,6 +92,8 @@ class StepResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # row -> for each of its
     # tokens the log-probability of the token that follows it (none after the prompt's last)
+    pooled: dict[int, Float32] = field(default_factory=dict)  # row -> vector [hidden], of the rows
+    # with POOL that hold their prompt's last token
 
 
 T = TypeVar("T", StepPlan, StepResult)
@@ -143,4 +147,5 @@ def decode(data: bytes, kind: type[T]) -> T:
             int(row): Logprobs(*map(array, entry))
             for row, entry in values["prompt_logprobs"].items()
         }
+        values["pooled"] = {int(row): array(entry) for row, entry in values["pooled"].items()}
     return kind(**values)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.core.plan import PROMPT_LOGPROBS, SAMPLE, Int32, NewRequest, StepPlan
+from octavo.core.plan import POOL, PROMPT_LOGPROBS, SAMPLE, Int32, NewRequest, StepPlan
 from octavo.core.request import Request
-from octavo.core.running import Index, Running
+from octavo.core.running import Bools, Index, Running
+from octavo.types import Pooling
 
 
 def int32(values: object) -> Int32:
@@ -54,7 +55,13 @@ class PlanBuilder:
     def add_request(self, request: Request, slot: int, count: int, min_stop_ids: list[int]) -> None:
         """A request that takes a slot, with its first ``count`` tokens to compute."""
         new = NewRequest(
-            slot, request.prompt_len, request.params, request.seed, min_stop_ids, request.bad_words
+            slot,
+            request.prompt_len,
+            request.params,
+            request.seed,
+            min_stop_ids,
+            request.bad_words,
+            request.pooling,
         )
         row, num_blocks = np.array([self.num_rows]), int32([len(request.blocks)])
         self.add_blocks(row, NO_ROWS, num_blocks, request.blocks)
@@ -72,9 +79,14 @@ class PlanBuilder:
         ends = starts + counts
         totals = running.total[slots]
         draws = ends == totals  # no row computes the last token it may have: nothing follows it
+        pooled = self._pooled_rows(slots, draws) if running.pooling else None
+        if pooled is not None:
+            draws &= ~np.isin(slots, list(running.pooling))
         running.computed[slots] = ends
         running.total[slots] = totals + draws
         flags = draws.view(np.uint8) * SAMPLE
+        if pooled is not None:
+            flags[pooled] |= POOL
         if running.prompt_logprob_slots:
             self._flag_prompt_logprobs(flags, slots, starts)
         block_starts, block_indptr, block_ids = self._block_columns(len(slots))
@@ -93,6 +105,16 @@ class PlanBuilder:
             new_indptr=_pointers([len(ids) for _, ids in self._new]) if self._new else NO_ROWS,
             new_token_ids=np.concatenate([ids for _, ids in self._new]) if self._new else EMPTY,
         )
+
+    def _pooled_rows(self, slots: Index, ends: Bools) -> list[int]:
+        """Rows of hidden states that are pooled. ``ends``: the rows with a prompt's last token."""
+        running = self._running
+        return [
+            row
+            for row, slot in enumerate(slots.tolist())
+            if slot in running.pooling
+            and (ends[row] or running.at(slot).pooling is not Pooling.LAST)
+        ]
 
     def _flag_prompt_logprobs(self, flags: np.ndarray, slots: Index, starts: Int32) -> None:
         for row, slot in enumerate(slots.tolist()):

@@ -21,15 +21,15 @@ class PrefixIndex:
 
     def lookup(self, request: Request) -> PrefixMatch:
         """Cached blocks for a waiting request; at least its last token stays to be computed.
-        A request that wants prompt log-probabilities reads nothing."""
+        One that wants something of every prompt token reads nothing."""
         request.chain.extend(request.tokens)
-        if request.params.prompt_logprobs is not None:
+        if not request.reads_cache:
             return PrefixMatch([], 0)
         return self.pool.match(request.tokens, request.chain, len(request.tokens) - 1)
 
     def is_being_computed(self, request: Request, match: PrefixMatch) -> bool:
         """Whether a running request is computing what follows ``match`` in this one."""
-        if not self._computing or request.params.prompt_logprobs is not None:
+        if not self._computing or not request.reads_cache:
             return False
         if match.num_tokens == len(request.tokens) - 1:
             return False  # all that can be found is found

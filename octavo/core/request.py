@@ -9,7 +9,7 @@ import numpy as np
 
 from octavo.core.block_pool import PrefixKeys
 from octavo.core.plan import Int32
-from octavo.types import FinishReason, RequestTimings, SamplingParams
+from octavo.types import FinishReason, Pooling, RequestTimings, SamplingParams
 
 
 class State(Enum):
@@ -21,6 +21,7 @@ class State(Enum):
 class Request:
     """One choice of a client's request.
 
+    With ``pooling`` it draws nothing (``max_len`` is the prompt's): its vector is the answer.
     ``tokens`` holds prompt and output ids while the request has no slot; while it runs, the slot's
     row of ``Running.tokens`` does. ``max_len`` is prompt + max_tokens, never above the model's.
     """
@@ -41,6 +42,7 @@ class Request:
         "num_registered",
         "params",
         "pending_keys",
+        "pooling",
         "priority",
         "prompt_len",
         "request_id",
@@ -67,6 +69,7 @@ class Request:
         arrival: float = 0.0,
         chain: PrefixKeys,
         bad_words: list[list[int]] | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         self.handle = handle
         self.request_id = request_id or str(handle)
@@ -79,6 +82,7 @@ class Request:
         self.tokens = np.array(prompt_ids, dtype=np.int32)
         self.max_len = self.prompt_len + max_tokens
         self.bad_words = bad_words or []
+        self.pooling = pooling
         self.stop_ids = frozenset(params.stop_token_ids)
         self.chain = chain
         self.blocks: list[int] = []
@@ -94,6 +98,11 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.message = ""
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether cached blocks serve it: not where something is wanted of every prompt token."""
+        return self.params.prompt_logprobs is None and self.pooling is not Pooling.MEAN
 
     @property
     def num_output(self) -> int:

@@ -23,7 +23,8 @@ class Running:
         known      tokens whose ids the host has
         total      known, and those that plans in flight will draw
         computed   tokens whose KV is computed by the plans issued so far;  computed <= total
-        limit      most tokens the request may have (prompt + max_tokens)
+        limit      most tokens the request may have (prompt + max_tokens); all but the last of them
+                   are computed, so it is one more where the prompt's last one is pooled
         capacity   token places in its blocks
     """
 
@@ -43,10 +44,11 @@ class Running:
         self.undrawn: set[int] = set()  # slots that have drawn nothing since they were placed
         self.watched: set[int] = set()  # slots with stop ids of their own
         self.silent: set[int] = set()  # slots that draw nothing (max_tokens 0)
+        self.pooling: set[int] = set()  # of these, those whose hidden states are wanted
         self.prompt_logprob_slots: set[int] = set()
         self.entered: set[int] = set()  # slots whose open last block others may be waiting for
         self._special_slots = (
-            *(self.undrawn, self.watched, self.silent),
+            *(self.undrawn, self.watched, self.silent, self.pooling),
             *(self.prompt_logprob_slots, self.entered),
         )
         self.order: Index = np.zeros(0, dtype=np.intp)  # slots in use, first in line first
@@ -72,7 +74,7 @@ class Running:
         self.tokens[slot, :count] = request.tokens
         self.known[slot] = self.total[slot] = count
         self.computed[slot] = computed
-        self.limit[slot] = request.max_len
+        self.limit[slot] = request.max_len + (request.pooling is not None)
         self.capacity[slot] = len(request.blocks) * block_size
         self.registered[slot] = request.num_registered * block_size
         never = np.iinfo(np.int32).max
@@ -85,6 +87,8 @@ class Running:
             self.watched.add(slot)
         if request.max_len == request.prompt_len:
             self.silent.add(slot)
+        if request.pooling is not None:
+            self.pooling.add(slot)
         if request.params.prompt_logprobs is not None:
             self.prompt_logprob_slots.add(slot)
         request.slot, request.state = slot, State.RUNNING

@@ -67,6 +67,7 @@ class Update:
     tokens: Int32  # [m]
     finished: list[Request]
     row_handles: dict[int, int]  # handle of each row with prompt log-probabilities
+    pooled_handles: dict[int, int]  # handle of each row with a vector
 
 
 class Scheduler:
@@ -136,9 +137,8 @@ class Scheduler:
         self.check_fits(request.prompt_len, request.max_len - request.prompt_len)
         request.sequence = self._sequence
         self._sequence += 1
-        if request.max_len == request.prompt_len and (
-            request.params.prompt_logprobs is None or request.prompt_len == 1
-        ):
+        nothing = request.params.prompt_logprobs is None or request.prompt_len == 1
+        if request.max_len == request.prompt_len and nothing and request.pooling is None:
             self._finish(request, FinishReason.LENGTH)  # nothing to compute: echo
             self.finished_early.append(request)
             return
@@ -323,7 +323,8 @@ class Scheduler:
             match = self.prefix.lookup(request)
             if self.prefix.is_being_computed(request, match):
                 continue
-            silent = request.max_len == request.prompt_len  # its last token's KV serves nobody
+            # The last token's KV serves nobody where none follows it; its hidden state may.
+            silent = request.max_len == request.prompt_len and request.pooling is None
             need = len(request.tokens) - silent - match.num_tokens
             count = self._chunk(need, budget, chunk_budget)
             if not count:
@@ -368,7 +369,7 @@ class Scheduler:
 
     def _count_admission(self, request: Request, computed: int) -> None:
         counters = self.counters
-        if request.params.prompt_logprobs is None:
+        if request.reads_cache:
             counters.prefix_queries += len(request.tokens)
             counters.prefix_hits += computed
         if request.timings.first_scheduled < 0:
@@ -405,6 +406,8 @@ class Scheduler:
             self._stamp_first_tokens(slots)
         handles = running.handles[slots]
         row_handles = self._prompt_logprob_handles(result, issued, live)
+        # One that was preempted computes its vector anew.
+        pooled = {row: int(running.handles[plan.slots[row]]) for row in result.pooled if live[row]}
         self._advance(slots if len(slots) == plan.num_rows else issued.slots[live])
         finished = self._finish_rows(slots, tokens, known)
         finished += self._finish_silent(plan, live)
@@ -415,7 +418,7 @@ class Scheduler:
             tokens = np.concatenate([tokens, result.tokens[extra, 0]])
             handles = np.concatenate([handles, np.array([*orphans.values()], dtype=np.int64)])
         self.counters.generation_tokens += len(rows)
-        return Update(plan, rows, handles, tokens, finished, row_handles)
+        return Update(plan, rows, handles, tokens, finished, row_handles, pooled)
 
     def fail(self) -> list[Request]:
         """The oldest plan in flight failed. Ends its requests, and those of later plans, which may

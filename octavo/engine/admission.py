@@ -15,7 +15,7 @@ import numpy as np
 from octavo.config import SchedulerConfig
 from octavo.core.request import worst_case_blocks
 from octavo.engine.messages import AddRequest, EngineInfo, pack_ids
-from octavo.types import InvalidRequest, QueueFull, SamplingParams
+from octavo.types import InvalidRequest, Pooling, QueueFull, SamplingParams
 
 # float32 logits divided or multiplied by more than this could overflow on the device.
 REPETITION_PENALTY_RANGE = (1e-3, 1e3)
@@ -71,6 +71,46 @@ def prepare(
         priority=priority,
         salt=salt,
         bad_words=[_bad_word(info, word) for word in bad_words or []],
+    )
+
+
+def prepare_embedding(
+    info: EngineInfo,
+    prompt_ids: Sequence[int],
+    pooling: str,
+    *,
+    handle: int,
+    request_id: str,
+    arrival: float,
+    truncate_prompt_tokens: int | None = None,
+) -> AddRequest:
+    """A request for a prompt's vector. ``truncate_prompt_tokens`` keeps the last so many tokens; -1
+    as many as the model takes. Raises InvalidRequest, naming the field, when it can never run."""
+    if pooling not in (kinds := [kind.value for kind in Pooling]):
+        raise InvalidRequest(f"pooling is {pooling!r}; it must be {' or '.join(kinds)}", "pooling")
+    keep = info.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+    params = SamplingParams(max_tokens=0, truncate_prompt_tokens=keep)
+    params.validate()
+    ids = _truncated(info, params, _checked_ids(info, prompt_ids))
+    if not len(ids):
+        raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
+    places = info.num_blocks * info.block_size
+    limit = min(info.max_model_len, places)
+    if len(ids) > limit:
+        what = "this model's length" if limit == info.max_model_len else "the whole KV cache"
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens, {what} is {limit} tokens: shorten the prompt, or "
+            "set truncate_prompt_tokens",
+            "prompt",
+        )
+    return AddRequest(
+        handle=handle,
+        request_id=request_id,
+        prompt_ids=pack_ids(ids),
+        params=params.settled(truncate_prompt_tokens=None),
+        max_tokens=0,
+        arrival=arrival,
+        pooling=Pooling(pooling),
     )
 
 

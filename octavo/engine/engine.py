@@ -30,6 +30,7 @@ from octavo.engine.messages import (
     EngineStats,
     Finished,
     Outputs,
+    PooledPrompt,
     PromptLogprobRows,
     Rejected,
     Started,
@@ -183,6 +184,7 @@ class Engine:
                 arrival=message.arrival,
                 chain=PrefixKeys(root, self.info.block_size),
                 bad_words=message.bad_words,
+                pooling=message.pooling,
             )
             for choice in range(n)
         ]
@@ -285,6 +287,10 @@ class Engine:
                     _prompt_rows(handle, update.plan, row, result.prompt_logprobs[row])
                     for row, handle in update.row_handles.items()
                 ]
+            outputs.pooled = [
+                PooledPrompt(handle, result.pooled[row].astype("<f4").tobytes())
+                for row, handle in update.pooled_handles.items()
+            ]
         outputs.finished = [*self._failed, *map(self._finished, ended)]
         self._failed = []
         return outputs

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from octavo.core.plan import Int32
-from octavo.types import FinishReason, RequestTimings, SamplingParams
+from octavo.types import FinishReason, Pooling, RequestTimings, SamplingParams
 
 
 def pack_ids(ids: Any) -> bytes:
@@ -46,6 +46,7 @@ class AddRequest(Message, tag=True):
     priority: int = 0
     salt: bytes = b""  # tenant's salt of the prefix cache
     bad_words: list[list[int]] = []
+    pooling: Pooling | None = None  # the prompt's vector is wanted; max_tokens is 0
 
 
 class Abort(Message, tag=True):
@@ -64,10 +65,11 @@ class Drain(Message, tag=True):
 
 
 class Progress(Message, tag=True):
-    """A phase of start-up began, or moved on (fraction in 0..1, -1 unknown)."""
+    """A phase of start-up began, or moved on (as ``types.Progress`` has it)."""
 
     phase: str
     fraction: float = -1.0
+    num_bytes: int = 0
 
 
 class EngineInfo(msgspec.Struct):
@@ -142,6 +144,13 @@ class PromptLogprobRows(msgspec.Struct, array_like=True):
     ranks: list[int]
 
 
+class PooledPrompt(msgspec.Struct, array_like=True):
+    """The vector of one handle's prompt: float32 [hidden]."""
+
+    handle: int
+    values: bytes
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """Live state and running totals after a step."""
 
@@ -177,6 +186,7 @@ class Outputs(Message, tag=True):
     rejected: list[Rejected] = []
     logprobs: list[TokenLogprobRow] = []  # in the order of ``tokens``
     prompt_logprobs: list[PromptLogprobRows] = []
+    pooled: list[PooledPrompt] = []
 
     def pairs(self) -> list[tuple[int, int]]:
         """(handle, token id) in drawing order."""

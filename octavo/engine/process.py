@@ -99,7 +99,7 @@ class EngineLoop:
         from octavo.engine.start import start_engine
 
         self.engine, self._executor = start_engine(
-            self._config, lambda phase, share: self._send(Progress(phase, share))
+            self._config, lambda *news: self._send(Progress(*news))
         )
         self._send(Ready(self.engine.info))
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments

@@ -5,7 +5,6 @@ Imports the worker, hence torch: only for the engine's own process (or the offli
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from octavo.checkpoint.special import tokenizer_eos_ids
@@ -13,13 +12,11 @@ from octavo.config import EngineConfig, reject_unsupported
 from octavo.engine.engine import Engine, Executor
 from octavo.engine.messages import EngineInfo
 from octavo.model.facts import default_sampling, eos_ids
-from octavo.types import ConfigError, InvalidRequest, SamplingParams
+from octavo.types import ConfigError, InvalidRequest, Progress, SamplingParams
 from octavo.worker.executor import start_executor
 
-ProgressSink = Callable[[str, float], None]
 
-
-def start_engine(config: EngineConfig, progress: ProgressSink) -> tuple[Engine, Executor]:
+def start_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Executor]:
     """``config.model.model`` is a local path. Raises ConfigError with the line to show the user."""
     reject_unsupported(config)
     path = Path(config.model.model)

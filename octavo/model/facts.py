@@ -13,6 +13,7 @@ import numpy as np
 
 from octavo.checkpoint.gguf import GGUFFile
 from octavo.checkpoint.json_file import read_object
+from octavo.checkpoint.special import gguf_eos_ids
 from octavo.model.families.catalogue import family_of
 from octavo.model.families.gguf_config import config_from_gguf
 from octavo.model.families.reading import ConfigReader
@@ -24,7 +25,8 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf"
+    """By kind, not by name: a GGUF file may be called anything (``checkpoint.locate``)."""
+    return path.suffix == ".gguf" or path.is_file()
 
 
 def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -72,13 +74,15 @@ def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
 
 def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:
     """Ids that end an output: config ∪ generation_config, in that order. The tokenizer's own EOS
-    is the caller's to add. For a GGUF file: its eos (unless overridden), eot and eom ids."""
+    is the caller's to add. For a GGUF file ``checkpoint.special.gguf_eos_ids``, of which an
+    override replaces the eos."""
     path = Path(path)
     if is_gguf(path):
-        metadata = GGUFFile(path).metadata
-        names = ("eos", "eot", "eom")
-        values = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-        values[0] = (overrides or {}).get("eos_token_id", values[0])
+        metadata = dict(GGUFFile(path).metadata)
+        override = (overrides or {}).get("eos_token_id")
+        if override is not None:
+            metadata.pop("tokenizer.ggml.eos_token_id", None)
+        values = [override, gguf_eos_ids(metadata)]
     else:
         values = [
             source.get("eos_token_id")

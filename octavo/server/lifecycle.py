@@ -37,7 +37,7 @@ STATS_INTERVAL = 10.0
 class StartLog(Protocol):
     """Who shows the start to the user (cli.startup)."""
 
-    def progress(self, phase: str, fraction: float) -> None: ...
+    def progress(self, phase: str, fraction: float, num_bytes: int = 0, /) -> None: ...
 
     def ready(self, info: EngineInfo, address: str) -> None: ...
 
@@ -172,7 +172,7 @@ class Server:
         self._state.tokenizer, self._state.template = tokenizer, template
 
     def _show_progress(self, progress: Progress) -> None:
-        self._log.progress(progress.phase, progress.fraction)
+        self._log.progress(progress.phase, progress.fraction, progress.num_bytes)
 
     def _announce(self) -> None:
         info = self._client.info

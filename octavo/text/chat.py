@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,13 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octavo.text.content import ContentFormat, detect_content_format, normalise_messages
+from octavo.text.content import (
+    ContentFormat,
+    MessageForm,
+    asks_for_null,
+    detect_content_format,
+    normalise_messages,
+)
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import ConfigError, InvalidRequest
 
@@ -31,6 +38,31 @@ _RESERVED = {
     "add_special_tokens",
     "allow_special_in_content",
 }
+
+# What is rendered to see how a template writes the arguments of tool calls.
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "f",
+        "parameters": {"type": "object", "properties": {"k": {"type": "string"}}},
+    },
+}
+_CALL: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call00001",
+                "type": "function",
+                "function": {"name": "f", "arguments": '{"pq": "xj"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call00001", "name": "f", "content": "b"},
+]
 
 
 def check_template_variables(variables: Mapping[str, Any]) -> None:
@@ -82,8 +114,9 @@ class ChatTemplate:
         if isinstance(sources, str):
             sources = {DEFAULT: sources}
         environment = _environment()
+        self._sources = sources
         self._templates: dict[str, jinja2.Template] = {}
-        self._formats: dict[str, ContentFormat] = {}
+        self._forms: dict[str, MessageForm] = {}
         self.variables: set[str] = set()  # that any of the templates reads
         for name, source in sources.items():
             try:
@@ -94,16 +127,18 @@ class ChatTemplate:
                 line = getattr(error, "lineno", None)
                 at = f", line {line}" if line else ""
                 raise ConfigError(f"the chat template {name!r}{at}: {error.message}") from None
-            if content_format == "auto":
-                self._formats[name] = detect_content_format(tree)
-            else:
-                self._formats[name] = ContentFormat(content_format)
+            auto = content_format == "auto"
+            contents = detect_content_format(tree) if auto else ContentFormat(content_format)
+            self._forms[name] = MessageForm(contents, asks_for_null(tree))
         self._tokenizer = tokenizer
+        for name, form in self._forms.items():
+            if self._wants_text_of_calls(name):
+                self._forms[name] = replace(form, calls_as_text=True)
 
     @property
     def content_format(self) -> str:
         """Of the default template: "string" or "openai" (or "both": contents go in as sent)."""
-        return self._formats[self._choose(None)].value
+        return self._forms[self._choose(None)].content.value
 
     def encode(
         self,
@@ -175,11 +210,36 @@ class ChatTemplate:
             raise InvalidRequest("messages is empty", "messages")
         return {
             **kwargs,
-            "messages": normalise_messages(messages, self._formats[self._choose(tools)]),
+            "messages": normalise_messages(messages, self._forms[self._choose(tools)]),
             "tools": tools or None,
             "documents": documents or None,
             "add_generation_prompt": add_generation_prompt,
         }
+
+    def _wants_text_of_calls(self, name: str) -> bool:
+        """Whether the template puts the arguments of tool calls into the text as they are (most
+        write objects as JSON). Found by trying both."""
+        if "tool_calls" not in self._sources[name]:
+            return False
+        found = {as_text: self._shows_call(name, as_text) for as_text in (False, True)}
+        return found[True] and not found[False]
+
+    def _shows_call(self, name: str, as_text: bool) -> bool:
+        """Whether a call's arguments are JSON in the rendered text. Templates differ in what they
+        take for a conversation, so the call's id is as long as Mistral's, and an answer follows."""
+        form = replace(self._forms[name], calls_as_text=as_text)
+        variables = {
+            **self._tokenizer.vocabulary.named_tokens,
+            "messages": normalise_messages(_CALL, form),
+            "tools": [_TOOL],
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            text = self._templates[name].render(variables)
+        except Exception:  # a template is a program: it can fail in any way
+            return False
+        return '"pq": "xj"' in text or '"pq":"xj"' in text
 
     def _choose(self, tools: object) -> str:
         if tools and WITH_TOOLS in self._templates:

@@ -11,9 +11,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from octavo.checkpoint.json_file import read_object
+from octavo.checkpoint.sentencepiece_model import SentencepieceModel, read_sentencepiece_model
 from octavo.text.pieces import PieceType, sentencepiece_backend
-from octavo.text.sentencepiece_model import read_sentencepiece_model
-from octavo.text.vocabulary import Spelling, Vocabulary
+from octavo.text.vocabulary import PrefixSpace, Spelling, Vocabulary
 from octavo.types import ConfigError
 
 _NAMES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
@@ -68,14 +68,20 @@ def _from_tokenizer_json(directory: Path) -> Vocabulary:
 def _from_sentencepiece(directory: Path) -> Vocabulary:
     path = directory / "tokenizer.model"
     model = read_sentencepiece_model(path)
+    # Symbols are looked for in the text, where a space is a space (Gemma has runs of them).
+    tokens = [
+        token.replace("▁", " ") if kind == PieceType.USER_DEFINED else token
+        for token, kind in zip(model.tokens, model.types)
+    ]
     backend = sentencepiece_backend(
-        model.tokens,
+        tokens,
         model.scores,
         model.types,
-        add_space_prefix=model.add_space_prefix,
+        add_space_prefix=False,
         where=path,
         charsmap=model.charsmap,
         collapse_spaces=model.collapse_spaces,
+        is_unigram=model.is_unigram,
     )
     settings = read_object(directory / "tokenizer_config.json", missing_ok=True)
     named = {"bos_token": "<s>", "eos_token": "</s>", **_named_tokens(settings, directory)}
@@ -93,9 +99,18 @@ def _from_sentencepiece(directory: Path) -> Vocabulary:
         prefix_ids=[bos] if bos is not None and settings.get("add_bos_token", True) else [],
         suffix_ids=[eos] if eos is not None and settings.get("add_eos_token", False) else [],
         adds_space=model.add_space_prefix,
+        prefix_space=_prefix_space(model, settings),
         templates=_templates(directory, settings),
         named_tokens=named,
     )
+
+
+def _prefix_space(model: SentencepieceModel, settings: dict[str, Any]) -> PrefixSpace:
+    """Sentencepiece puts its prefix once; transformers' ``legacy`` puts one after each special
+    token too, which is what tokenizers without that setting were made with."""
+    if not model.add_space_prefix:
+        return PrefixSpace.NONE
+    return PrefixSpace.EACH if settings.get("legacy") is not False else PrefixSpace.FIRST
 
 
 def _named_tokens(settings: dict[str, Any], directory: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from octavo.text.pieces import PieceType, added_tokens, index_tokens, sentencepi
 from octavo.text.splits import split_named
 from octavo.text.vocabulary import Spelling, Vocabulary
 from octavo.types import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _NAMED_IDS = {
     "bos_token": "bos_token_id",
@@ -78,7 +81,16 @@ def read_gguf_vocabulary(path: Path) -> Vocabulary:
 def _byte_level(
     facts: dict[str, Any], tokens: list[str], types: Sequence[int], path: Path
 ) -> tuple[Backend, bool]:
-    split = split_named(facts.get("tokenizer.ggml.pre", "default"), path)
+    pre = facts.get("tokenizer.ggml.pre")
+    split = split_named("default" if pre is None else pre, path)
+    if pre is None or pre == "default":
+        logger.warning(
+            "%s: tokenizer.ggml.pre is %s: words are cut by GPT-2's rule. If the model was trained "
+            "with another, it gets ids it never saw and answers worse: convert it again with a "
+            "current converter, or use --tokenizer with its tokenizer.json",
+            path,
+            "missing" if pre is None else repr(pre),
+        )
     merges = facts.get("tokenizer.ggml.merges")
     if merges is None:
         raise ConfigError(

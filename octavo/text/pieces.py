@@ -1,7 +1,8 @@
-"""Sentencepiece vocabularies (pieces with scores) as byte-pair merges, from either kind of file.
+"""Sentencepiece vocabularies (pieces with scores), from either kind of file.
 
 Sentencepiece's BPE joins, again and again, the neighbours whose joined piece has the highest
 score. The same as merge rules: every way to cut a piece in two known pieces, best score first.
+A unigram model is the tokenizers library's own.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from octavo.types import ConfigError
+
+# Stands for a prefix space until a text is normalized: a noncharacter, which no rule changes.
+PREFIX_SPACE = "\U0010ffff"
 
 
 class PieceType(IntEnum):
@@ -28,11 +32,13 @@ class PieceType(IntEnum):
 
 
 def added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[AddedToken]:
-    """Tokens found in a text as a whole: control ones (special) and user-defined ones."""
+    """Tokens found in a text as a whole: control ones and the unknown one (special), and
+    user-defined ones."""
+    special = (PieceType.CONTROL, PieceType.UNKNOWN)
     return [
-        AddedToken(token, special=kind == PieceType.CONTROL, normalized=False)
+        AddedToken(token, special=kind in special, normalized=False)
         for token, kind in zip(tokens, types)
-        if kind in (PieceType.CONTROL, PieceType.USER_DEFINED) and token
+        if kind in (*special, PieceType.USER_DEFINED) and token
     ]
 
 
@@ -74,29 +80,69 @@ def sentencepiece_backend(
     where: Path,
     charsmap: bytes = b"",
     collapse_spaces: bool = False,
+    is_unigram: bool = False,
 ) -> Backend:
     """``charsmap`` is sentencepiece's compiled normalization; ``collapse_spaces`` makes runs of
-    spaces one and strips the ends, before the prefix space is put."""
-    vocab = index_tokens(tokens, where)
-    unknown = [token for token, kind in zip(tokens, types) if kind == PieceType.UNKNOWN]
-    model = models.BPE(
-        vocab=vocab,
-        merges=merges_from_scores(vocab, scores, types),
-        unk_token=unknown[0] if unknown else None,
-        fuse_unk=True,
-        byte_fallback=PieceType.BYTE in types,
-    )
-    backend = Backend(model)
-    steps: list[normalizers.Normalizer] = []
-    if charsmap:
-        steps.append(normalizers.Precompiled(charsmap))
+    spaces one and strips the ends. The prefix space is put before every part of a text between
+    added tokens, or (not ``add_space_prefix``) where the text has PREFIX_SPACE."""
+    if is_unigram:
+        backend = Backend(_unigram(tokens, scores, types, where))
+        # A byte's piece stands for bytes that nothing else spells, never for its own spelling.
+        spelled = Regex("(?<=<)0x(?=[0-9A-F]{2}>)")
+        backend.pre_tokenizer = pre_tokenizers.Split(spelled, "isolated")
+    else:
+        backend = Backend(_bpe(tokens, scores, types, where))
+    steps = _charsmap_steps(charsmap) if charsmap else []
     if collapse_spaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        ends = Regex(rf"\A +|(?<=\A{PREFIX_SPACE}) +| +\z")
+        steps += [normalizers.Replace(ends, ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if add_space_prefix:
         steps.append(normalizers.Prepend("▁"))
+    else:
+        steps.append(normalizers.Replace(PREFIX_SPACE, "▁"))
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     backend.add_tokens(added_tokens(tokens, types))
     return backend
+
+
+def _bpe(
+    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], where: Path
+) -> models.BPE:
+    vocab = index_tokens(tokens, where)
+    unknown = [token for token, kind in zip(tokens, types) if kind == PieceType.UNKNOWN]
+    return models.BPE(
+        vocab=vocab,
+        merges=merges_from_scores(vocab, scores, types),
+        unk_token=unknown[0] if unknown else None,
+        fuse_unk=True,
+        byte_fallback=PieceType.BYTE in types,
+    )
+
+
+def _unigram(
+    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], where: Path
+) -> models.Unigram:
+    """The cut with the best sum of scores. What is not a normal piece must not lower the least
+    score, by which the unknown is judged."""
+    vocab = index_tokens(tokens, where)
+    if PieceType.UNKNOWN not in types or PieceType.NORMAL not in types:
+        raise ConfigError(f"{where}: a unigram model without an unknown piece, or without others")
+    least = min(score for score, kind in zip(scores, types) if kind == PieceType.NORMAL)
+    pieces = [
+        (token, score if kind == PieceType.NORMAL else least)
+        for token, score, kind in zip(vocab, scores, types)
+    ]
+    unknown = list(types).index(PieceType.UNKNOWN)
+    return models.Unigram(pieces, unk_id=unknown, byte_fallback=PieceType.BYTE in types)
+
+
+def _charsmap_steps(charsmap: bytes) -> list[normalizers.Normalizer]:
+    """Sentencepiece maps character by character; the tokenizers library takes "\\r\\n" for one and
+    would lose half of it where the rule maps "\\r"."""
+    rule = normalizers.Precompiled(charsmap)
+    if rule.normalize_str("\r") == "\r":
+        return [rule]
+    return [normalizers.Replace("\r\n", "\n\n"), rule]

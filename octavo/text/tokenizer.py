@@ -1,5 +1,5 @@
 """Text to token ids and back. One class for every kind of vocabulary; loading is in the files
-beside this one (``directory``, ``gguf_vocabulary``, ``sentencepiece_model``)."""
+beside this one (``directory``, ``gguf_vocabulary``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 
-from octavo.text.vocabulary import Vocabulary, spelled_bytes
+from octavo.text.pieces import PREFIX_SPACE
+from octavo.text.vocabulary import PrefixSpace, Vocabulary, spelled_bytes
 from octavo.types import InvalidRequest
 
 # Added tokens that structure a conversation without being flagged special: <think>, [INST] …
@@ -105,8 +106,10 @@ class Tokenizer:
         begins with BOS gets no second one. ``allow_special=False`` reads control tokens in the
         text as plain characters. Raises InvalidRequest for text that is not valid Unicode.
         """
-        backend = self._backend if allow_special else self._guarded
-        ids = _encode(backend, text)
+        if allow_special:
+            ids = _encode(self._backend, self._with_spaces(text))
+        else:
+            ids = _encode(self._guarded, self._with_spaces(text, special=False))
         return self.surround(ids) if add_special_tokens else ids
 
     def surround(self, ids: list[int]) -> list[int]:
@@ -146,6 +149,28 @@ class Tokenizer:
         ]
         return [list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if ids]
 
+    def _with_spaces(self, text: str, special: bool = True) -> str:
+        """``text`` with the prefix spaces of a sentencepiece vocabulary, told apart from spaces of
+        the text. Not ``special``: special tokens do not count."""
+        kind = self.vocabulary.prefix_space
+        if kind is PrefixSpace.NONE or not text:
+            return text
+        pattern = self._special_pattern if special else None
+        begins = pattern is None or pattern.match(text) is None
+        if kind is PrefixSpace.EACH and pattern is not None:
+            size = len(text)
+            text = pattern.sub(lambda run: run[0] + PREFIX_SPACE * (run.end() < size), text)
+        return PREFIX_SPACE + text if begins else text
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str] | None:
+        """Finds runs of special tokens."""
+        texts = [self._added[index].content for index in self.special_ids if index in self._added]
+        if not texts:
+            return None
+        either = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+        return re.compile(f"(?:{either})+")
+
     # ---- control tokens in text that users wrote (used by chat) ----
 
     @cached_property
@@ -170,6 +195,7 @@ class Tokenizer:
         them where they shall not) is removed before the text is cut into tokens."""
         assert self.control_pattern is not None
         ids = {self._added[index].content: index for index in self.control_ids}
+        text = self._with_spaces(text)
         marked = self.control_pattern.sub(lambda found: self._secret(ids[found[0]]), text)
         return _encode(self._guarded, marked.replace(guard, ""))
 

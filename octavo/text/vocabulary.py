@@ -17,6 +17,15 @@ class Spelling(Enum):
     SENTENCEPIECE_BYTES = "sentencepiece with bytes"  # as before, and <0x0A> for single bytes
 
 
+class PrefixSpace(Enum):
+    """Before which parts of a text a space is put that is not written there. Where ``backend`` does
+    it by itself, NONE."""
+
+    NONE = "none"
+    FIRST = "first"  # the beginning, unless a special token is there
+    EACH = "each"  # the beginning, and what follows a special token
+
+
 @dataclass
 class Vocabulary:
     """A tokenizer as its files describe it; ``Tokenizer`` gives it behaviour."""
@@ -29,6 +38,7 @@ class Vocabulary:
     prefix_ids: list[int]  # put before a text that asks for special tokens
     suffix_ids: list[int]
     adds_space: bool  # a text's first token carries a space that is not part of the text
+    prefix_space: PrefixSpace = PrefixSpace.NONE
     templates: dict[str, str] = field(default_factory=dict)  # chat templates: name -> source
     named_tokens: dict[str, str] = field(default_factory=dict)  # "bos_token" -> its text
 

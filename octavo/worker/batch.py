@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.core.plan import PROMPT_LOGPROBS, SAMPLE, StepPlan
+from octavo.core.plan import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan
 from octavo.model.batch import ForwardBatch
 from octavo.worker.slots import Slots
 
@@ -28,6 +28,7 @@ class StepBatch:
     drawing: Int64  # [r] rows that draw
     draw_positions: Int32  # [r] index of the token each of them draws
     scored: Int64  # rows whose own tokens want log-probabilities
+    pooled: Int64  # rows whose hidden states are pooled
     first_tokens: Int64  # [n] index of each row's first token in the batch
 
 
@@ -111,6 +112,7 @@ class BatchBuilder:
             drawing=drawing,
             draw_positions=ends[drawing],
             scored=((flags & PROMPT_LOGPROBS) != 0).nonzero()[0],
+            pooled=((flags & POOL) != 0).nonzero()[0],
             first_tokens=first_tokens,
         )
 

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import EngineConfig
-from octavo.core.plan import PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
+from octavo.core.plan import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.ops.needs import EDITS, LOGPROBS
+from octavo.types import Progress
 from octavo.worker.batch import Rows, order_rows
 from octavo.worker.device import Device
 from octavo.worker.device_step import DeviceStep
@@ -37,13 +38,13 @@ from octavo.worker.graphs import (
     reserve_small_tensors,
 )
 from octavo.worker.info import PhaseClock, WorkerInfo
-from octavo.worker.reports import Report
+from octavo.worker.pooling import Pools
+from octavo.worker.reports import Report, fetched
 from octavo.worker.sampler import no_logprobs, stack
 from octavo.worker.sizes import Sizes
 from octavo.worker.slots import Slots
 from octavo.worker.staging import Downloads, Mark
 
-Progress = Callable[[str, float], None]
 Int32 = NDArray[np.int32]
 
 # Libraries' workspaces inside captured graphs.
@@ -64,6 +65,7 @@ class Pending:
     # for, and the reports of its tokens in order
     report: Report | None
     reported: NDArray[np.int64]  # the plan's rows that ``report`` describes
+    pooled: dict[int, Tensor]  # the plan's row -> its prompt's vector
 
     def finish(self) -> StepResult:
         """Waits for the device, then tells what was drawn."""
@@ -84,6 +86,7 @@ class Pending:
                 row: stack([no_logprobs(k), *(part.logprobs() for part in parts)])
                 for row, (k, parts) in self.prompt_reports.items()
             },
+            {row: vector.numpy() for row, vector in self.pooled.items()},
         )
 
 
@@ -157,6 +160,7 @@ class CudaRunner:
         padded, tokens = _buffer_sizes(sizes)
         self.step = DeviceStep(self.model, cache, self.slots, tables, padded, tokens, device)
         self.downloads = Downloads(padded, device)
+        self.pools = Pools()
         self.graphs: Graphs | None = None
 
     def _profile(self, sizes: Sizes, memory: GpuMemory) -> GpuMemory:
@@ -228,13 +232,16 @@ class CudaRunner:
         needs = np.where(drawing, self.slots.needs[rows.slots], 0)
         scored = ((rows.flags & PROMPT_LOGPROBS) != 0).nonzero()[0]
         reporting = ((needs & LOGPROBS) != 0).nonzero()[0]
-        common = not (len(reporting) or len(scored) or (needs & EDITS).any())
+        pooling = ((rows.flags & POOL) != 0).nonzero()[0]
+        special = len(reporting) or len(scored) or len(pooling) or (needs & EDITS).any()
+        common = not special
         decode = rows.decode_rows
         shape = Shape(decode, n - decode, plan.total_tokens - decode)
         padded = self.graphs.fitting(shape) if self.graphs and common else None
         places = self.step.stage(plan, rows, padded or shape)
         report: Report | None = None
         prompts: dict[int, tuple[int, list[Report]]] = {}
+        pooled: dict[int, Tensor] = {}
         if padded is not None and self.graphs is not None:
             self.graphs.run(padded)
         elif common:
@@ -242,6 +249,7 @@ class CudaRunner:
         else:
             hidden, last = self.step.forward_all(shape)
             prompts = self._score_prompts(rows, scored, hidden)
+            pooled = self._pool_prompts(rows, pooling, hidden)
             wanted = self.slots.logprobs[rows.slots[reporting]]
             report = self.step.draw_reporting(last, reporting, wanted)
         tokens, mark = self.downloads.fetch(self.step.tokens[: (padded or shape).num_rows])
@@ -257,7 +265,27 @@ class CudaRunner:
             prompts,
             report,
             rows.plan_rows[reporting],
+            pooled,
         )
+
+    def _pool_prompts(
+        self, rows: Rows, pooling: NDArray[np.int64], hidden: Tensor
+    ) -> dict[int, Tensor]:
+        """The vectors of prompts that end here, on their way to the host."""
+        found: dict[int, Tensor] = {}
+        firsts = np.cumsum([0, *rows.num_tokens])
+        for row in pooling.tolist():
+            slot = int(rows.slots[row])
+            vector = self.pools.add(
+                slot,
+                self.slots.pooling[slot],
+                hidden[int(firsts[row]) : int(firsts[row + 1])],
+                int(rows.starts[row]),
+                int(self.slots.prompt_len[slot]),
+            )
+            if vector is not None:
+                found[int(rows.plan_rows[row])] = fetched(vector)
+        return found
 
     def _score_prompts(
         self, rows: Rows, scored: NDArray[np.int64], hidden: Tensor

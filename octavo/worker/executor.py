@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from octavo.config import EngineConfig, prepare_torch
 from octavo.core.plan import StepPlan, StepResult
-from octavo.types import StepFailed, StepProfile
+from octavo.types import Progress, StepFailed, StepProfile
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.tracing import Tracing
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
 T = TypeVar("T")
 
 

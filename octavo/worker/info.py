@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+
+from octavo.types import Progress
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,18 @@ class WorkerInfo:
 class PhaseClock:
     """Times the phases of start-up and passes them on to whoever shows progress."""
 
-    def __init__(self, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._phase: str | None = None
         self._began = 0.0
         self._seconds: dict[str, float] = {}
 
-    def enter(self, phase: str, fraction: float = -1.0) -> None:
-        """A phase begins, or is ``fraction`` done (0..1; -1 unknown)."""
+    def enter(self, phase: str, fraction: float = -1.0, num_bytes: int = 0) -> None:
+        """A phase begins, or is ``fraction`` done (``types.Progress``)."""
         if phase != self._phase:
             self._close()
             self._phase, self._began = phase, time.perf_counter()
-        self._progress(phase, fraction)
+        self._progress(phase, fraction, num_bytes)
 
     def finish(self) -> dict[str, float]:
         """Seconds of each phase."""

@@ -30,12 +30,13 @@ class Report:
     @classmethod
     def fetch(cls, ids: Tensor, values: Tensor, ranks: Tensor, wanted: Int32) -> Report:
         """Enqueues the copies to the host."""
-        return cls(_fetched(ids), _fetched(values), _fetched(ranks), wanted)
+        return cls(fetched(ids), fetched(values), fetched(ranks), wanted)
 
     def logprobs(self) -> Logprobs:
         return as_logprobs(self.ids, self.values, self.ranks, self.wanted)
 
 
-def _fetched(values: Tensor) -> Tensor:
+def fetched(values: Tensor) -> Tensor:
+    """On the host once the device has come so far; pinned memory where that takes time."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return host.copy_(values, non_blocking=True)

@@ -14,10 +14,11 @@ from octavo.config import EngineConfig, available_cores, available_memory
 from octavo.core.plan import SAMPLE, NewRequest, StepPlan, StepResult
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
-from octavo.types import SamplingParams
+from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.memory import plan_memory
+from octavo.worker.pooling import Pools
 from octavo.worker.sampler import Drawn, Sampler, describe, join, no_logprobs, only_tokens, stack
 from octavo.worker.sizes import MemoryPlan
 from octavo.worker.slots import Slots
@@ -26,9 +27,6 @@ from octavo.worker.slots import Slots
 LOGITS_BYTES = 64 << 20
 WARM_UP_TOKENS = 16
 WARM_UP_SECONDS = 0.5
-
-
-Progress = Callable[[str, float], None]
 
 
 class Runner:
@@ -103,6 +101,7 @@ class Runner:
         self.slots = Slots(rows, memory.max_model_len, memory.block_size, vocab)
         self.batches = batches.BatchBuilder(self.slots, max(rows, tokens), rows)
         self.sampler = Sampler(self.slots)
+        self.pools = Pools()
         self.logit_rows = max(1, LOGITS_BYTES // (4 * vocab))
 
     def _compute(self, plan: StepPlan) -> StepResult:
@@ -110,9 +109,10 @@ class Runner:
         tokens = np.zeros((plan.num_rows, 1), dtype=np.int32)
         accepted = np.zeros(plan.num_rows, dtype=np.int32)
         result = StepResult(plan.step, tokens, accepted, np.zeros(0, dtype=np.int32))
-        if len(batch.scored):
+        if len(batch.scored) or len(batch.pooled):
             hidden = self.model.forward(batch.forward, self.cache)
             self._score_prompts(batch, hidden, result)
+            self._pool_prompts(batch, hidden, result)
             last = hidden[batch.forward.logit_rows]
         elif batch.forward.decode_rows == len(batch.drawing) == plan.num_rows:
             last = self.model.forward(batch.forward, self.cache)
@@ -160,6 +160,19 @@ class Runner:
                 wanted = np.full(high - low, k, dtype=np.int32)
                 parts.append(describe(logits.log_softmax(-1), following, wanted))
             result.prompt_logprobs[int(batch.plan_rows[row])] = stack(parts)
+
+    def _pool_prompts(self, batch: batches.StepBatch, hidden: Tensor, result: StepResult) -> None:
+        for row in batch.pooled.tolist():
+            slot, first = int(batch.slots[row]), int(batch.first_tokens[row])
+            vector = self.pools.add(
+                slot,
+                self.slots.pooling[slot],
+                hidden[first : first + int(batch.num_tokens[row])],
+                int(batch.starts[row]),
+                int(self.slots.prompt_len[slot]),
+            )
+            if vector is not None:
+                result.pooled[int(batch.plan_rows[row])] = vector.numpy()
 
     def _warm_up(self, num_blocks: int) -> None:
         """One small prompt and one token after it, so that the first request finds threads, kernels

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.core.plan import SAMPLE, NewRequest, StepPlan
 from octavo.ops.needs import EDITS, LOGPROBS, MIN_P, PENALTIES, RANDOM, TOP_K, TOP_P
-from octavo.types import SamplingParams
+from octavo.types import Pooling, SamplingParams
 
 # Temperatures below this draw the most likely token. Above 1e-5, where greedy begins by definition,
 # the exact law differs from it only for logits closer than about 0.01 (docs/sampling.md).
@@ -84,6 +84,7 @@ class Slots:
         self.logprobs = column(np.int32)  # the most likely k; read only with LOGPROBS
         self.prompt_logprobs = column(np.int32)
         self.edits: dict[int, Edits] = {}
+        self.pooling: dict[int, Pooling] = {}  # of slots whose prompt's vector is wanted
 
     def apply(self, plan: StepPlan) -> None:
         """Frees slots, places new requests and sets block table entries, in this order.
@@ -126,9 +127,10 @@ class Slots:
         self.length[slots] = 0
         self.num_blocks[slots] = 0
         self.needs[slots] = 0
-        if self.edits:
+        if self.edits or self.pooling:
             for slot in slots.tolist():
                 self.edits.pop(slot, None)
+                self.pooling.pop(slot, None)
 
     def _place(self, new: NewRequest, ids: NDArray[np.int32]) -> None:
         slot, params = new.slot, new.params
@@ -149,6 +151,8 @@ class Slots:
         self.logprobs[slot] = self._num_logprobs(params.logprobs)
         self.prompt_logprobs[slot] = self._num_logprobs(params.prompt_logprobs)
         self.edits.pop(slot, None)
+        if new.pooling is not None:
+            self.pooling[slot] = new.pooling
         edits = _edits(new)
         if edits is not None:
             self.edits[slot] = edits

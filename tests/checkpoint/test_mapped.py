@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.checkpoint.mapped import forget
+from octavo.checkpoint.mapped import FAULT_AROUND, forget, forget_read
 
 PAGE = mmap.PAGESIZE
 
@@ -37,4 +37,20 @@ def test_only_whole_pages_inside_the_range_are_given_back(tmp_path: Path) -> Non
     assert mapped[3 * PAGE : 5 * PAGE] == original[3 * PAGE : 5 * PAGE]
     forget(mapped, PAGE + 1, PAGE)  # holds no whole page
     assert mapped[PAGE + 7] == mapped[2 * PAGE + 7] == 99
+    mapped.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_small_reads_leave_no_neighbours_behind(tmp_path: Path) -> None:
+    """Each read of a few bytes maps the pages around them."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * (5 * FAULT_AROUND // 256) + b"end")
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    for offset in range(100, len(mapped), FAULT_AROUND // 16):
+        assert mapped[offset] == offset % 256
+        forget_read(mapped, offset, 16)
+    assert mapped[-3:] == b"end"
+    forget_read(mapped, len(mapped) - 3, 3)
+    assert resident(path) <= 2 * PAGE
     mapped.close()

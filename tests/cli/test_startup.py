@@ -7,6 +7,8 @@ import json
 import shlex
 from typing import Any
 
+import pytest
+
 from octavo.cli.console import CountLine, PhaseLine, process_age, size, table
 from octavo.cli.startup import StartupLog, curl, waterfall
 from octavo.engine.messages import EngineInfo
@@ -63,6 +65,26 @@ def test_the_curl_line_is_a_request() -> None:
     assert words[2] == "http://h:1/v1/chat/completions"
     assert json.loads(words[-1])["model"] == "m"
     assert "--unix-socket /s" in curl("unix:/s", "m")
+
+
+def test_a_long_phase_tells_bytes_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.cli.console.time.monotonic", iter([0.0, 4.0, 20.0]).__next__)
+    terminal = Terminal()
+    line = PhaseLine(terminal)
+    for fraction in (0.0, 0.5):
+        line("loading weights", fraction, 3 << 30)
+    line.end()
+    text = terminal.getvalue()
+    assert "░ 50%, 1.5 GiB of 3.0 GiB, 4 s" in text
+    assert text.endswith("loading weights 3.0 GiB in 20.0 s\n")
+    log = io.StringIO()
+    monkeypatch.setattr("octavo.cli.console.time.monotonic", iter([0.0, 4.0, 11.0, 20.0]).__next__)
+    line = PhaseLine(log)
+    for fraction in (0.0, 0.2, 0.5):
+        line("loading weights", fraction, 3 << 30)
+    line.end()
+    expected = ["  loading weights …", "  loading weights 50%, 1.5 GiB of 3.0 GiB, 11 s"]
+    assert log.getvalue().splitlines() == expected
 
 
 def test_phases_are_lines_in_a_log_and_one_line_on_a_terminal() -> None:

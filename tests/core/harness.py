@@ -35,7 +35,9 @@ class Harness:
         self.outputs: dict[int, list[int]] = {}
         self.handle = 0
 
-    def request(self, prompt, max_tokens=8, salt=b"", priority=0, **params) -> Request:
+    def request(
+        self, prompt, max_tokens=8, salt=b"", priority=0, pooling=None, **params
+    ) -> Request:
         self.handle += 1
         return Request(
             self.handle,
@@ -45,6 +47,7 @@ class Harness:
             priority=priority,
             arrival=self.time,
             chain=PrefixKeys(root_key(salt), self.pool.block_size),
+            pooling=pooling,
         )
 
     def add(self, prompt, max_tokens=8, **options) -> Request:

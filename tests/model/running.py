@@ -122,7 +122,7 @@ def write_gguf(
 
 def load(path: Path, dtype: str = "float32", **flags: Any) -> Model:
     config = EngineConfig(model=ModelConfig(dtype=dtype, **flags))
-    return load_model(path, config, lambda phase, fraction: None)
+    return load_model(path, config, lambda *news: None)
 
 
 def make_batch(

@@ -123,7 +123,7 @@ def test_uploaded_experts_give_the_same_model(kind, copy, tmp_path):
     source = open_source(directory, ModelConfig())
     source._uploader = Uploader("cpu", readers=3, piece=1000)
     model = Model(source.spec, torch.float32)
-    load_weights(model, source, torch.float32, lambda phase, fraction: None)
+    load_weights(model, source, torch.float32, lambda *news: None)
     source.close()
     torch.testing.assert_close(all_logits(model, IDS), expected, atol=1e-4, rtol=1e-4)
 

@@ -194,7 +194,7 @@ def test_a_cache_dtype_other_than_the_computed_one_is_refused_not_ignored(copy):
     save_file(tensors, directory / "model.safetensors")
     config = from_flags(EngineConfig, {"dtype": "float32", "kv_cache_dtype": "float16"})
     with pytest.raises(ConfigError, match="--kv-cache-dtype float16"):
-        load_model(directory, config, lambda phase, fraction: None)
+        load_model(directory, config, lambda *news: None)
 
 
 def test_eos_ids_of_config_and_generation_config_are_joined(copy):

@@ -88,7 +88,7 @@ def test_uploaded_safetensors_give_the_same_model(tmp_path, uploader, ahead, mon
         "octavo.model.loader.load._fetched",
         lambda parts, source, dtype, _, firsts: _fetched(parts, source, dtype, ahead, firsts),
     )
-    load_weights(model, source, torch.float32, lambda phase, fraction: None)
+    load_weights(model, source, torch.float32, lambda *news: None)
     ids = random_ids(40)
     assert torch.equal(all_logits(model, ids), all_logits(load(tmp_path), ids))
 
@@ -152,5 +152,5 @@ def test_a_model_too_large_for_the_gpu_is_refused_with_the_numbers(tmp_path, mon
     model.device = "cuda"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 16 << 30))
     with pytest.raises(ConfigError) as error:
-        load_weights(model, source, torch.float32, lambda phase, fraction: None)
+        load_weights(model, source, torch.float32, lambda *news: None)
     assert "0.0 GiB of the GPU's 16.0 are free: use a smaller model, end" in str(error.value)

@@ -148,7 +148,7 @@ def start(
 
 
 class _SilentLog:
-    def progress(self, phase: str, fraction: float) -> None:
+    def progress(self, phase: str, fraction: float, num_bytes: int = 0) -> None:
         print("progress", phase, fraction, flush=True)
 
     def ready(self, info: object, address: str) -> None:

@@ -18,6 +18,7 @@ from tokenizers import (
     trainers,
 )
 
+from tests.text.published import PUBLISHED
 from tests.text.samples import CORPUS
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -29,10 +30,10 @@ LLAMA3_PATTERN = (
 QWEN2_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 
 
-def cut_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+def cut_by(*patterns: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -46,6 +47,10 @@ CUTS = {
     "smollm": SMOLLM_CUT,
     "llama-bpe": cut_by(LLAMA3_PATTERN),
     "qwen2": cut_by(QWEN2_PATTERN),
+    **{
+        name: cut_by(*PUBLISHED[name])
+        for name in ("tekken", "gpt-4o", "deepseek-v3", "deepseek-coder", "qwen35", "bloom")
+    },
 }
 
 
@@ -53,10 +58,10 @@ def trained_byte_level(pre: str, *, bos: bool = False) -> Tokenizer:
     """A byte-level BPE whose words are cut as the models of that name cut them."""
     from tokenizers import normalizers
 
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     tokenizer.pre_tokenizer = CUTS[pre]
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     trainer = trainers.BpeTrainer(
         vocab_size=700,
@@ -130,7 +135,7 @@ def train_sentencepiece(directory: Path, **options: Any) -> Path:
     corpus.write_text("\n".join(lines), encoding="utf-8")
     settings = {
         "model_type": "bpe",
-        "vocab_size": 600,
+        "vocab_size": 800,
         "byte_fallback": True,
         "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False,
@@ -158,7 +163,7 @@ def sentencepiece_facts(model: Path) -> dict[str, Any]:
         2
         if reader.is_unknown(i)
         else 3
-        if reader.is_control(i) or reader.id_to_piece(i).startswith("<|")
+        if reader.is_control(i) or reader.id_to_piece(i).startswith("<|im_")
         else 6
         if reader.is_byte(i)
         else 1

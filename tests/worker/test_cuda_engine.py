@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
@@ -16,7 +17,7 @@ from octavo.config import EngineConfig, from_flags
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.engine import Engine, Executor
 from octavo.engine.messages import AddRequest, EngineInfo, pack_ids
-from octavo.types import FinishReason, SamplingParams
+from octavo.types import FinishReason, Pooling, SamplingParams
 from octavo.worker.executor import CudaExecutor
 from octavo.worker.runner import Runner
 from tests.worker.interpreted import BLOCK, Interpreted, config
@@ -102,6 +103,7 @@ class Heard:
         self.logprobs: dict[int, list[tuple[list[int], int]]] = {}
         self.prompt_logprobs: dict[int, dict[int, list[int]]] = {}  # position -> ids
         self.reasons: dict[int, FinishReason] = {}
+        self.vectors: dict[int, bytes] = {}
 
     def step(self, engine: Engine) -> None:
         outputs = engine.step()
@@ -115,6 +117,9 @@ class Heard:
             told = self.prompt_logprobs.setdefault(rows.handle, {})
             for position, ids in enumerate(rows.ids, start=rows.start):
                 assert told.setdefault(position, ids) == ids  # again after a preemption
+        for pooled in outputs.pooled:
+            assert pooled.handle not in self.vectors
+            self.vectors[pooled.handle] = pooled.values
         for finished in outputs.finished:
             assert finished.handle not in self.reasons
             self.reasons[finished.handle] = finished.reason
@@ -123,7 +128,7 @@ class Heard:
 
 def served_alone(requests: list[AddRequest]) -> Heard:
     runner = Runner(config(), Path("none"), lambda path, config, progress: SumModel())
-    runner.start(lambda phase, fraction: None)
+    runner.start(lambda *news: None)
     settings = {"async_scheduling": False, "enable_prefix_caching": False}
     engine, heard = make_engine(AtOnce(runner), 64, **settings), Heard()
     for request in requests:
@@ -197,3 +202,41 @@ def test_answers_are_those_of_requests_served_alone_on_a_cpu(
     if graphs:
         replayed = {s for graph in runner.cuda.graphs if graph.num_replays for s in graph.shapes}
         assert {bool(shape.prompt_rows) for shape in replayed} == {True, False}
+
+
+def test_vectors_are_those_of_a_cpu_beside_answers_and_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts of one chunk and of several; steps without any go on as graphs."""
+    rng = random.Random(8)
+    requests = [
+        AddRequest(
+            index,
+            str(index),
+            pack_ids([*STEM, *(rng.randrange(2, 97) for _ in range(rng.randint(1, 30)))][-size:]),
+            SamplingParams(max_tokens=0, temperature=0),
+            0,
+            0.0,
+            pooling=list(Pooling)[index % 2],
+        )
+        for index, size in enumerate((1, 2, 60, 60, 7, 33, 60, 21))
+    ]
+    for index in range(100, 106):
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        prompt = [rng.randrange(2, 97) for _ in range(10)]
+        message = AddRequest(index, str(index), pack_ids(prompt), params, 12, 0.0)
+        requests.insert(rng.randrange(8), message)
+    runner = Interpreted(monkeypatch)
+    executor = CudaExecutor(runner.gpu)
+    engine = make_engine(executor, FEW_BLOCKS, long_prefill_token_threshold=16)
+    while executor.idle():
+        pass
+    expected, found = served_alone(requests), served_together(engine, requests, set(), seed=2)
+    assert found.tokens == expected.tokens
+    assert found.vectors.keys() == expected.vectors.keys() == set(range(8))
+    for handle, values in expected.vectors.items():
+        mine, theirs = (np.frombuffer(v, "<f4") for v in (found.vectors[handle], values))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+    assert any(graph.num_replays for graph in runner.cuda.graphs)
+    assert engine.stats().num_preemptions > 0
+    engine.scheduler.check()

@@ -71,7 +71,7 @@ def test_the_worker_says_which_device_and_why(monkeypatch, model_r) -> None:
     reason = "no NVIDIA GPU that torch can use"
     monkeypatch.setattr(devices, "choose_device", lambda: Device("cpu", reason))
     config = from_flags(EngineConfig, {"model": str(model_r), "num_gpu_blocks_override": 8})
-    executor, info = executors.start_executor(config, model_r, lambda phase, share: None)
+    executor, info = executors.start_executor(config, model_r, lambda *news: None)
     executor.shutdown()
     assert (info.device, info.device_kind) == ("cpu", "cpu")
     assert info.reasons["device"] == reason

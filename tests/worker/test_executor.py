@@ -49,7 +49,7 @@ def executor(model: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[UniExecu
 
     monkeypatch.setattr(executors, "start_runner", start)
     made = UniExecutor(config(threads=1), Path("none"))
-    made.start(lambda phase, fraction: None)
+    made.start(lambda *news: None)
     yield made
     for _ in range(10):
         model.gate.release()
@@ -108,7 +108,7 @@ def test_what_cannot_start_raises_in_the_caller(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(executors, "start_runner", start)
     with pytest.raises(ConfigError, match="no such model"):
-        UniExecutor(config(), Path("none")).start(lambda phase, fraction: None)
+        UniExecutor(config(), Path("none")).start(lambda *news: None)
     assert not any(thread.name == "octavo-worker" for thread in threading.enumerate())
 
 

@@ -37,7 +37,7 @@ def started(model_r: Path) -> Iterator[UniExecutor]:
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256),
         parallel=ParallelConfig(cpu_threads=1),
     )
-    executor, info = start_executor(config, model_r, lambda phase, fraction: None)
+    executor, info = start_executor(config, model_r, lambda *news: None)
     assert isinstance(executor, UniExecutor)
     assert (info.vocab_size, info.dtype, info.max_model_len) == (320, "float32", 2048)
     assert next(iter(info.startup_seconds)) == "import torch" and "warm-up" in info.startup_seconds

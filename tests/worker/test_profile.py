@@ -154,7 +154,7 @@ def test_nvtx_without_cuda_ends_the_start(model_r: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.version, "cuda", None)
     config = from_flags(EngineConfig, {"model": str(model_r), "nvtx": True})
     with pytest.raises(ConfigError, match="--nvtx"):
-        UniExecutor(config, model_r).start(lambda phase, fraction: None)
+        UniExecutor(config, model_r).start(lambda *news: None)
 
 
 class FakeRunner:
@@ -176,7 +176,7 @@ class FakeRunner:
 
 def test_the_executor_of_a_gpu_traces_its_launches(tmp_path: Path) -> None:
     executor = CudaExecutor(FakeRunner())  # type: ignore[arg-type]
-    executor.start(lambda phase, fraction: None)
+    executor.start(lambda *news: None)
     executor.submit(plan(Row(0, 0, 1, draw=True, blocks=[0]), new=(New(0, [3]),), step=1))
     executor.start_profile(tmp_path)
     executor.submit(plan(Row(0, 1, 1, draw=True), step=2))

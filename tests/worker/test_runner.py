@@ -22,7 +22,7 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> R
         pytest.importorskip("triton")
         return Interpreted(monkeypatch if request.param == "cuda graphs" else None)
     started = Runner(config(), Path("none"), lambda path, config, progress: SumModel())
-    started.start(lambda phase, fraction: None)
+    started.start(lambda *news: None)
     return started
 
 
@@ -230,7 +230,7 @@ def test_a_failed_step_leaves_slots_for_the_plans_behind_it(runner: Runner) -> N
 def test_start_reports_what_was_found() -> None:
     phases = []
     runner = Runner(config(), Path("none"), lambda path, config, progress: SumModel())
-    info = runner.start(lambda phase, fraction: phases.append(phase))
+    info = runner.start(lambda phase, *how_far: phases.append(phase))
     assert phases == ["cache", "warm-up"]
     assert set(info.startup_seconds) == {"cache", "warm-up"}
     assert info.startup_seconds["warm-up"] < 0.5

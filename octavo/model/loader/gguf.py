@@ -86,9 +86,7 @@ class GGUFSource:
             return lambda: self._grouped(name, stored, mine, shape)
         if self._uploader is None or not _is_decoded_here(kind):
             return lambda: self._in_order(name, self._decoded(stored, mine, dtype).view(shape))
-        raw = self._uploader.begin(
-            self._file.path, stored.offset + mine.start, mine.stop - mine.start
-        )
+        raw = self._uploader.begin(stored.file, stored.offset + mine.start, mine.stop - mine.start)
         return lambda: self._in_order(name, _decode(raw(), kind, dtype).view(shape))
 
     def _fetch_piece(self, piece: Piece, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -102,7 +100,7 @@ class GGUFSource:
         if self._uploader is None or not _is_decoded_here(kind):
             mine = slice(first, first + size)
             return lambda: self._decoded(stored, mine, dtype).view(shape)
-        raw = self._uploader.begin(self._file.path, stored.offset + first, size)
+        raw = self._uploader.begin(stored.file, stored.offset + first, size)
         return lambda: _decode(raw(), kind, dtype).view(shape)
 
     def close(self) -> None:
@@ -129,7 +127,7 @@ class GGUFSource:
         if mine == slice(0, stored.num_bytes):
             return self._file.copied(stored.name)
         offset, count = stored.offset + mine.start, mine.stop - mine.start
-        return np.fromfile(self._file.path, dtype=np.uint8, count=count, offset=offset)
+        return np.fromfile(stored.file, dtype=np.uint8, count=count, offset=offset)
 
     def _in_order(self, name: str, values: AnyWeight) -> AnyWeight:
         if not self._interleaves or name.split(".")[-2] not in ("q", "k"):

@@ -22,15 +22,15 @@ from octavo.model.linear import Weight
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
 from octavo.model.loader.gguf_groups import KINDS
-from octavo.model.loader.safetensors import SafetensorsSource
+from octavo.model.loader.pickled import read_pickled
+from octavo.model.loader.safetensors import SafetensorsSource, read_safetensors
+from octavo.model.loader.shards import Headers
 from octavo.model.loader.source import WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
 from octavo.model.spec import DecoderSpec, MoESpec
 from octavo.quant.int8 import BYTES_PER_WEIGHT
-from octavo.types import ConfigError
-
-Progress = Callable[[str, float], None]
+from octavo.types import ConfigError, Progress
 
 # Weights of later parts that are on their way to a GPU while a part is built.
 BYTES_AHEAD = 1 << 30
@@ -41,7 +41,7 @@ def load_model(
 ) -> Model:
     """A model from a checkpoint directory or a GGUF file, for ``device`` ("cpu", "cuda").
 
-    ``progress(phase, fraction)`` is called while weights load. Raises ConfigError, in one line, for
+    ``progress`` is told while weights load. Raises ConfigError, in one line, for
     whatever is wrong with the files, before memory is taken where the headers tell.
     """
     quantization, why = choose_quantization(config.model, is_gguf(Path(path)), device)
@@ -52,6 +52,11 @@ def load_model(
             raise ConfigError(
                 f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
                 f"with, {computed}, or in int8; use auto, or --dtype {kept}"
+            )
+        if quantization == "int8" and _has_experts(source.spec):
+            raise ConfigError(
+                f"--quantization int8: {source.spec.architecture} has experts, which this version "
+                "does not quantize; leave it out"
             )
         if quantization == "int8" and _has_experts(source.spec):
             raise ConfigError(
@@ -104,19 +109,33 @@ def open_source(
     spec = build_spec(values, path)
     family = family_of(values, str(path))
     kind = config.load_format
-    if kind == "auto":
-        kind = "gguf" if file else "safetensors"
     if kind == "dummy":
         return DummySource(path, spec, config.seed, device, stated_dtype(values))
-    if (kind == "gguf") != (file is not None):
+    if kind != "auto" and (kind == "gguf") != (file is not None):
         raise ConfigError(
             f"--load-format {kind}: {path} is a {'GGUF file' if file else 'directory'}; "
             "use --load-format auto"
         )
+    stored = _stored_tensors(path, kind) if file is None else {}
     uploader = Uploader(device) if device != "cpu" else None
     if file is not None:
         return GGUFSource(file, spec, family, uploader, quantization == "gguf")
-    return SafetensorsSource(path, spec, family, uploader)
+    return SafetensorsSource(path, spec, family, stored, uploader)
+
+
+def _stored_tensors(directory: Path, kind: str) -> Headers:
+    """Of safetensors, else of torch's files, as ``--load-format`` allows."""
+    found: Headers = read_safetensors(directory) if kind != "pt" else {}
+    if not found and kind != "safetensors":
+        found = read_pickled(directory)
+    if not found:
+        wanted = {"safetensors": "*.safetensors file", "pt": "pytorch_model*.bin file"}
+        files = wanted.get(kind, "*.safetensors file, and no pytorch_model*.bin either")
+        raise ConfigError(
+            f"{directory}: no {files}; download the weights again, or use --load-format dummy for "
+            "random ones"
+        )
+    return found
 
 
 def load_weights(
@@ -135,11 +154,18 @@ def load_weights(
     model.weight_bytes = _weight_bytes(model, source, wanted, dtype)
     _check_free(model, source)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
-    for index, (part, tensors) in enumerate(_fetched(parts, source, dtype, ahead, firsts)):
-        progress("loading weights", index / len(parts))
+    sizes = [
+        sum(source.bytes_packed({name: shape}, dtype) for name, shape in part.wanted())
+        for part in parts
+    ]
+    total, done = sum(sizes), 0
+    for size, (part, tensors) in zip(sizes, _fetched(parts, source, dtype, ahead, firsts)):
+        progress("loading weights", done / total, total)
         part.load(tensors)
+        tensors.clear()  # before the next part's are made
+        done += size
     model.finish()
-    progress("loading weights", 1.0)
+    progress("loading weights", 1.0, total)
 
 
 def _weight_bytes(

@@ -1,4 +1,5 @@
-"""Safetensors checkpoints: one file, shards with an index, or several files without one.
+"""Safetensors checkpoints (one file, shards with an index, several files without one), and files
+of other kinds whose tensors lie in them as plain bytes (``pickled``).
 
 Headers are read here (format: https://github.com/huggingface/safetensors), so that a fault is told
 before memory is taken. For a CPU data is memory-mapped; to a GPU ``loader.upload`` brings it.
@@ -11,16 +12,17 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.mapped import forget
+from octavo.checkpoint.mapped import forget_read
 from octavo.model.families.family import Family
 from octavo.model.families.names import Place, find
 from octavo.model.loader.experts import Piece, StoredExperts
+from octavo.model.loader.shards import Headers, Stored, check_size, read_checkpoint
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
@@ -31,27 +33,24 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F64": torch.float64,
 }
-_INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
+_SINGLE, _PATTERN = "model.safetensors", "*.safetensors"
 
 
 class SafetensorsSource:
     def __init__(
-        self, path: Path, spec: DecoderSpec, family: Family, uploader: Uploader | None = None
+        self,
+        path: Path,
+        spec: DecoderSpec,
+        family: Family,
+        stored: Headers,
+        uploader: Uploader | None = None,
     ) -> None:
-        """``uploader``: to the device that is not the CPU."""
+        """``stored``: where each tensor's bytes are, in files of any kind that keeps them as they
+        are. ``uploader``: to the device that is not the CPU."""
         self.where = str(path)
         self.spec = spec
         self.names = family.hf_names
-        self._stored = read_headers(path)
+        self._stored = stored
         self._base = family.base
         self._bare = not any(name.startswith(family.base) for name in self._stored)
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
@@ -136,7 +135,7 @@ class SafetensorsSource:
         )
         copy = ours(values).to(dtype, copy=True, memory_format=torch.contiguous_format)
         del values
-        forget(data, tensor.offset, tensor.num_bytes)
+        forget_read(data, tensor.offset, tensor.num_bytes)
         return copy
 
 
@@ -163,45 +162,10 @@ def _commonest(tensors: Mapping[str, Stored]) -> torch.dtype | None:
     return _DTYPES.get(sizes.most_common(1)[0][0]) if sizes else None
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The files that hold the weights. Raises ConfigError for an absent shard or no weights."""
-    index = directory / _INDEX
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index}: not a valid index of shards: {error}") from error
-        absent = [name for name in names if not (directory / name).is_file()]
-        if absent:
-            raise ConfigError(
-                f"{directory}: {len(absent)} of {len(names)} shards are absent: "
-                + ", ".join(absent[:4])
-                + "; download the model again"
-            )
-        return [directory / name for name in names]
-    single = directory / "model.safetensors"
-    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            f"{directory}: no *.safetensors file; convert the weights, or use "
-            "--load-format dummy for random ones"
-        )
-    return files
-
-
-def read_headers(directory: Path) -> dict[str, Stored]:
-    """Every stored tensor by name. Raises ConfigError for a truncated or damaged file and for a
-    tensor that two files hold."""
-    tensors: dict[str, Stored] = {}
-    for file in checkpoint_files(directory):
-        for name, stored in _read_header(file).items():
-            if name in tensors:
-                raise ConfigError(
-                    f"{directory}: {name} is in both {tensors[name].file.name} and {file.name}; "
-                    "keep one"
-                )
-            tensors[name] = stored
-    return tensors
+def read_safetensors(directory: Path) -> dict[str, Stored]:
+    """Every stored tensor by name; {} where there is no safetensors file. Raises ConfigError for a
+    truncated or damaged file, and as ``read_checkpoint`` does."""
+    return read_checkpoint(directory, _SINGLE, _PATTERN, _read_header)
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
@@ -213,7 +177,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
                 raise ConfigError(
                     f"{file}: truncated: the header needs {length + 8} bytes, the file has {size}"
                 )
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length), object_pairs_hook=_once)
         header.pop("__metadata__", None)
         tensors = {}
         for name, entry in header.items():
@@ -225,9 +189,19 @@ def _read_header(file: Path) -> dict[str, Stored]:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: not a safetensors file: damaged header ({error})") from error
+    for name, stored in tensors.items():
+        check_size(name, stored)
     end = max((t.offset + t.num_bytes for t in tensors.values()), default=0)
     if end > size:
         raise ConfigError(
             f"{file}: truncated: {size} bytes, its tensors need {end}; download it again"
         )
     return tensors
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is in it twice")
+    return found

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from octavo.text.pieces import PieceType
 from octavo.types import ConfigError
 
 _KINDS = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}
-_BPE = 2
+_UNIGRAM, _BPE = 1, 2
+_NORMAL = 1  # the type of a piece that states none
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 Field = tuple[int, int | bytes]
@@ -30,19 +30,20 @@ class SentencepieceModel:
     charsmap: bytes = b""
     add_space_prefix: bool = True
     collapse_spaces: bool = True
+    is_unigram: bool = False  # else BPE
 
 
 def read_sentencepiece_model(path: Path) -> SentencepieceModel:
-    """Raises ConfigError when it is broken, or no BPE model."""
+    """Raises ConfigError when it is broken, or neither a BPE nor a unigram model."""
     model = SentencepieceModel()
-    kind = 1
+    kind = _UNIGRAM
     try:
         for number, value in _fields(path.read_bytes()):
             if number == 1 and isinstance(value, bytes):
                 piece = dict(_fields(value))
                 model.tokens.append(_raw(piece.get(1, b"")).decode())
                 model.scores.append(struct.unpack("<f", _raw(piece.get(2, bytes(4))))[0])
-                model.types.append(int(piece.get(3, PieceType.NORMAL)))
+                model.types.append(int(piece.get(3, _NORMAL)))
             elif number == 2 and isinstance(value, bytes):
                 kind = int(dict(_fields(value)).get(3, kind))
             elif number == 3 and isinstance(value, bytes):
@@ -54,11 +55,13 @@ def read_sentencepiece_model(path: Path) -> SentencepieceModel:
         raise ConfigError(f"{path}: not a sentencepiece model, or truncated ({error})") from None
     if not model.tokens:
         raise ConfigError(f"{path}: not a sentencepiece model: it holds no pieces")
-    if kind != _BPE:
+    if kind not in (_BPE, _UNIGRAM):
         raise ConfigError(
-            f"{path}: a sentencepiece {_KINDS.get(kind, kind)} model; BPE is supported. Convert it "
-            "to a tokenizer.json (transformers: AutoTokenizer … save_pretrained)"
+            f"{path}: a sentencepiece {_KINDS.get(kind, kind)} model; BPE and unigram are "
+            "supported. Convert it to a tokenizer.json (transformers: AutoTokenizer … "
+            "save_pretrained)"
         )
+    model.is_unigram = kind == _UNIGRAM
     return model
 
 
