@@ -1,5 +1,8 @@
-"""Experts on CPU as packed linears (octavo.ops.native): 1.3 to 2 times as fast as the definition's
-products from one row to 64 (Zen 4, experts of 768 x 2048 in BF16)."""
+"""Experts on CPU as packed linears (octavo.ops.native).
+
+Against the definition, on two layers of Qwen3-30B-A3B in BF16 (Zen 4, 2 cores): 8.4 instead of 14.2
+ms for one row, 37 instead of 78 for 8 rows, 68 instead of 121 for a prompt of 128 tokens.
+"""
 
 from __future__ import annotations
 
