@@ -1,7 +1,7 @@
 """The mixture-of-experts part of a layer: a router, many experts, and those that all tokens take.
 
-The experts' weights are loaded one by one into the tensors that the operation multiplies from, so
-that loading needs room for one expert beside them.
+Experts are loaded one by one, on a GPU into the tensors that are multiplied from, so that loading
+needs room for one expert beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.model.linear import Linear
 from octavo.model.mlp import MLP
 from octavo.model.spec import MoESpec, RouterSpec
 from octavo.ops.linear import Epilogue
-from octavo.ops.moe import ApplyExperts, Routing
+from octavo.ops.moe import ApplyExperts, OfExperts, Routing
 from octavo.quant.dense import Dense
 from octavo.quant.format import LinearVersions
 
@@ -53,27 +53,33 @@ class Experts:
         if spec.bias:
             self.shapes |= {"gate_up.bias": (2 * inner,), "down.bias": (hidden_size,)}
         self.parts = [Expert(f"{prefix}.experts.{index}", index, self) for index in range(count)]
-        self._stacked: dict[str, Tensor] = {}
+        self._placed: dict[str, OfExperts] = {}
         self._missing = count
         self.apply: ApplyExperts
 
     def place(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """tensors: an expert's, by the names of ``shapes``."""
         for name, tensor in tensors.items():
-            if name not in self._stacked:
-                shape = (len(self.parts), *self.shapes[name])
-                self._stacked[name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-            self._stacked[name][index] = tensor
+            if name not in self._placed:
+                self._placed[name] = self._room(name, tensor)
+            self._placed[name][index] = tensor
         self._missing -= 1
         if not self._missing:
             self.apply = self.operation(
-                self._stacked["gate_up.weight"],
-                self._stacked["down.weight"],
+                self._placed["gate_up.weight"],
+                self._placed["down.weight"],
                 self.spec.activation,
-                self._stacked.get("gate_up.bias"),
-                self._stacked.get("down.bias"),
+                self._placed.get("gate_up.bias"),
+                self._placed.get("down.bias"),
             )
-            self._stacked = {}
+            self._placed = {}
+
+    def _room(self, name: str, first: Tensor) -> OfExperts:
+        """On a CPU a version packs them one by one; a GPU's multiplies from one tensor."""
+        if first.device.type == "cpu":
+            return [first] * len(self.parts)
+        shape = (len(self.parts), *self.shapes[name])
+        return torch.empty(shape, dtype=first.dtype, device=first.device)
 
 
 class Expert:

@@ -1,7 +1,8 @@
 """Mixture of experts: which experts a token goes to, and the experts themselves.
 
 The experts are made once from their weights and called many times, as linears are:
-``version.call(gate_up, down, activation, ...)`` gives ``apply(x, ids, weights, other=None)``.
+``version.call(gate_up, down, activation, ...)`` gives ``apply(x, ids, weights, other=None)``. Their
+weights come as one tensor, or as a list of each one's, which a version may empty as it packs them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from octavo.ops.registry import register
 
 Activation = Literal["silu_mul", "swiglu_clamped"]
 ApplyExperts = Callable[..., Tensor]
+OfExperts = Tensor | list[Tensor]
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 
@@ -95,11 +97,11 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 @register("moe_experts", "torch")
 def experts(
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: OfExperts,
+    down: OfExperts,
     activation: Activation = "silu_mul",
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    gate_up_bias: OfExperts | None = None,
+    down_bias: OfExperts | None = None,
 ) -> ApplyExperts:
     """y = sum over k of weight_k * down_k(activation(gate_k(x), up_k(x))), then + other.
 
@@ -129,21 +131,36 @@ def experts(
 
 
 def check_shapes(
-    gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None
-) -> None:
-    """Raises ValueError with the shapes where they do not fit together."""
-    count, hidden, inner = down.shape
+    gate_up: OfExperts,
+    down: OfExperts,
+    gate_up_bias: OfExperts | None,
+    down_bias: OfExperts | None,
+) -> tuple[int, int, int]:
+    """The number of experts, and their outer and inner width. Raises ValueError with the shapes
+    where they do not fit together."""
+    count, hidden, inner = shape_of(down)
     wanted = {
         "gate_up": (gate_up, (count, 2 * inner, hidden)),
         "gate_up_bias": (gate_up_bias, (count, 2 * inner)),
         "down_bias": (down_bias, (count, hidden)),
     }
     for name, (tensor, shape) in wanted.items():
-        if tensor is not None and tensor.shape != shape:
+        if tensor is not None and shape_of(tensor) != shape:
             raise ValueError(
-                f"{name} is {list(tensor.shape)}, but down {list(down.shape)} asks for "
+                f"{name} is {list(shape_of(tensor))}, but down {[count, hidden, inner]} asks for "
                 f"{list(shape)}"
             )
+    return count, hidden, inner
+
+
+def shape_of(weights: OfExperts) -> tuple[int, ...]:
+    """As if they were one tensor. Raises ValueError where a list's differ."""
+    if isinstance(weights, Tensor):
+        return tuple(weights.shape)
+    shapes = {tuple(weight.shape) for weight in weights}
+    if len(shapes) != 1:
+        raise ValueError(f"experts of different shapes: {sorted(shapes)}")
+    return (len(weights), *shapes.pop())
 
 
 def swiglu_clamped(x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.native.linear",
         "octavo.ops.native.rows",
         "octavo.ops.native.attention",
+        "octavo.ops.cpu.moe",
     ),
     "cuda": (
         "octavo.ops.triton.norm",

@@ -192,7 +192,7 @@ def test_weights_are_counted_and_experts_come_one_at_a_time(family, copy):
         layer.mlp.router.num_experts for layer in model.spec.layers if hasattr(layer.mlp, "router")
     ]
     assert sum(isinstance(part, Expert) for part in model.parts()) == sum(counts)
-    assert all(not part.experts._stacked for part in model.parts() if isinstance(part, Expert))
+    assert all(not part.experts._placed for part in model.parts() if isinstance(part, Expert))
     corrections = [getattr(layer.mlp, "correction", None) for layer in half.layers]
     kept = [tensor for tensor in corrections if tensor is not None]
     assert len(kept) == len(exact) and all(tensor.dtype == torch.float32 for tensor in kept)

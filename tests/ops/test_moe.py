@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from octavo.ops import moe
+from octavo.ops import moe, registry
 from octavo.ops.moe import Routing
-from tests.ops.comparing import randn
+from tests.ops.comparing import assert_close, randn
 from tests.ops.moe_cases import DEEPSEEK_V3, ROUTINGS, Weights, random_choice
 
 
@@ -105,6 +105,48 @@ def test_experts(activation, kind):
             expected[token] += weights[token, slot].double() * part
     found = w.made(moe.experts)(x, ids, weights, other)
     torch.testing.assert_close(found, expected)
+
+
+FAST = [v for v in registry.versions("moe_experts") if v.name == "native"]
+
+
+@pytest.mark.parametrize("listed", (False, True))
+@pytest.mark.parametrize("kind", ("random", "skewed", "holes"))
+@pytest.mark.parametrize("activation", ("silu_mul", "swiglu_clamped"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("version", FAST, ids=lambda version: version.name)
+def test_other_versions_on_a_cpu(version, dtype, activation, kind, listed):
+    if not version.available("cpu", dtype):
+        pytest.skip("this CPU has no kernel for it")
+    w = Weights.random(9, 70, 36, dtype, activation, bias=activation != "silu_mul", scale=4.0)
+    for tokens in (1, 3, 40):
+        x, other = randn(tokens, 70).to(dtype), randn(tokens, 70, seed=1).to(dtype)
+        ids, weights = random_choice(tokens, 9, 3, kind)
+        call = version.call
+        if listed:
+            parts = [list(w.gate_up), list(w.down), *map(list, w.biases)]
+            made = call(*parts[:2], activation, *parts[2:])
+            assert not any(len(weight) for weight in (*parts[0], *parts[1]))  # let go
+        else:
+            made = w.made(call)
+        for added in (None, other):
+            expected = w.expected(x, ids, weights, added)
+            found = made(x, ids, weights, added)
+            if expected.any():
+                assert_close(found, expected, version, dtype)
+            else:  # no token has an expert
+                assert not found.any()
+        assert made(x[:0], ids[:0], weights[:0]).shape == (0, 70)
+
+
+def test_lists_of_experts_are_as_one_tensor():
+    w = Weights.random(4, 8, 6, torch.float32, bias=True)
+    x, (ids, weights) = randn(5, 8).float(), random_choice(5, 4, 2)
+    lists = [list(w.gate_up), list(w.down), *map(list, w.biases)]
+    found = moe.experts(*lists[:2], w.activation, *lists[2:])(x, ids, weights)
+    assert torch.equal(found, w.made(moe.experts)(x, ids, weights))
+    with pytest.raises(ValueError, match="experts of different shapes"):
+        moe.experts(list(w.gate_up), [*w.down[:3], w.down[0][:4]])
 
 
 def test_a_token_without_experts_gives_zeros():

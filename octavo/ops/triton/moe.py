@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.moe import Activation, check_shapes
+from octavo.ops.moe import Activation, OfExperts, check_shapes
 from octavo.ops.registry import register
 from octavo.ops.triton.launch import available, has_wgmma, pdl_for
 from octavo.ops.triton.moe_grouped import grouped, sum_of_pairs
@@ -18,28 +18,32 @@ from octavo.ops.triton.moe_plans import GroupedPlan, PairPlan, Plans, choose
 from octavo.ops.triton.moe_sort import sort_by_expert
 
 
+def _together(weights: OfExperts) -> Tensor:
+    return weights.contiguous() if isinstance(weights, Tensor) else torch.stack(weights)
+
+
 @register("moe_experts", "triton", available)
 class TritonExperts:
     """``plans``: what is used instead of ``moe_plans.choose``'s, for tuning and tests."""
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: OfExperts,
+        down: OfExperts,
         activation: Activation = "silu_mul",
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
+        gate_up_bias: OfExperts | None = None,
+        down_bias: OfExperts | None = None,
     ) -> None:
-        """Contiguous weights are used as they are. Raises ValueError for weights that do not
-        belong together, and for more than 2^31 elements of an expert."""
-        check_shapes(gate_up, down, gate_up_bias, down_bias)
+        """Contiguous tensors are used as they are, lists are copied into one. Raises ValueError for
+        weights that do not belong together, and for more than 2^31 elements of an expert."""
+        sizes = check_shapes(gate_up, down, gate_up_bias, down_bias)
         if gate_up[0].numel() >= 1 << 31:
             raise ValueError(f"an expert of {gate_up[0].numel()} weights: at most 2^31 - 1 go")
-        self.gate_up, self.down = gate_up.contiguous(), down.contiguous()
-        self.gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
-        self.down_bias = None if down_bias is None else down_bias.contiguous()
+        self.gate_up, self.down = _together(gate_up), _together(down)
+        self.gate_up_bias = None if gate_up_bias is None else _together(gate_up_bias)
+        self.down_bias = None if down_bias is None else _together(down_bias)
         self.clamped = activation == "swiglu_clamped"
-        self.num_experts, self.hidden, self.inner = down.shape
+        self.num_experts, self.hidden, self.inner = sizes
         self.plans: Plans | None = None
 
     def choose(self, tokens: int, top_k: int) -> Plans:
