@@ -65,6 +65,54 @@ OCTAVO_API OctavoKernel octavo_norm_f32_avx512;
 OCTAVO_API OctavoKernel octavo_norm_bf16_avx2;
 OCTAVO_API OctavoKernel octavo_norm_bf16_avx512;
 
+// ---- layer norms, activations, sums (octavo/ops/norm.py, activation.py, add.py) ----
+
+// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias. x, y: [rows, size]; weight, bias: [size].
+struct OctavoLayerNormCall {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  void* y;
+  const int64_t* rows;
+  int64_t size;
+  float eps;
+};
+
+enum { OCTAVO_SILU = 0, OCTAVO_GELU = 1, OCTAVO_GELU_TANH = 2, OCTAVO_RELU = 3 };
+
+// y = activation(x), or with `gated` activation(first half of x) * second half. y: [rows, size]; x:
+// [rows, size] or [rows, 2 * size]. In FP32 up to y.
+struct OctavoActivateCall {
+  const void* x;
+  void* y;
+  const int64_t* rows;
+  int64_t size;
+  int64_t activation;  // one of the above
+  int64_t gated;
+};
+
+// y = x + scale * other, or without x scale * other; y may be one of them. All [rows, size].
+struct OctavoAddCall {
+  const void* x;
+  const void* other;
+  void* y;
+  const int64_t* rows;
+  int64_t size;
+  float scale;
+};
+OCTAVO_API OctavoKernel octavo_layer_norm_f32_avx2;
+OCTAVO_API OctavoKernel octavo_layer_norm_f32_avx512;
+OCTAVO_API OctavoKernel octavo_layer_norm_bf16_avx2;
+OCTAVO_API OctavoKernel octavo_layer_norm_bf16_avx512;
+OCTAVO_API OctavoKernel octavo_activate_f32_avx2;
+OCTAVO_API OctavoKernel octavo_activate_f32_avx512;
+OCTAVO_API OctavoKernel octavo_activate_bf16_avx2;
+OCTAVO_API OctavoKernel octavo_activate_bf16_avx512;
+OCTAVO_API OctavoKernel octavo_add_f32_avx2;
+OCTAVO_API OctavoKernel octavo_add_f32_avx512;
+OCTAVO_API OctavoKernel octavo_add_bf16_avx2;
+OCTAVO_API OctavoKernel octavo_add_bf16_avx512;
+
 // ---- rows of a matrix (octavo/ops/rows.py: "take_rows") ----
 
 // y[i] = x[index[i]]. A row has `row_bytes`.

@@ -95,7 +95,6 @@ class Model:
         linears = (linear for layer in self.layers for linear in layer.linears())
         return (
             all(name == "native" for name in kernels.values())
-            and self.embedding.is_plain
             and all(layer.is_plain for layer in self.layers)
             and all(getattr(linear.apply, "recordable", False) for linear in linears)
         )
@@ -129,22 +128,28 @@ class Model:
 
     def _run(self, batch: ForwardBatch, cache: list[Tensor], tokens: Tensor | None) -> Tensor:
         states = self._states.prepare(batch)
-        if self._recorded is None:
-            # On a GPU rows of padding fill a captured step.
-            slots = None if self.device == "cpu" else batch.slot_mapping
-            return self._run_now(batch.token_ids, cache, states, tokens, batch.positions, slots)
-        return self._recorded(self._run_now, batch.token_ids, cache, states, tokens)
+        if self._recorded and self.embedding.is_plain:
+            return self._recorded(self._run_all, batch.token_ids, cache, states, tokens)
+        x = self.embedding(batch.token_ids, batch.positions)
+        if self._recorded:
+            return self._recorded(self._run_layers, x, cache, states, tokens)
+        # On a GPU rows of padding fill a captured step.
+        slots = None if self.device == "cpu" else batch.slot_mapping
+        return self._run_layers(x, cache, states, tokens, slots)
 
-    def _run_now(
+    def _run_all(
+        self, ids: Tensor, cache: list[Tensor], states: Sequence[Any], tokens: Tensor | None
+    ) -> Tensor:
+        return self._run_layers(self.embedding(ids), cache, states, tokens)
+
+    def _run_layers(
         self,
-        ids: Tensor,
+        x: Tensor,
         cache: list[Tensor],
         states: Sequence[Any],
         tokens: Tensor | None,
-        positions: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        x = self.embedding(ids, positions)
         for layer, layer_cache, state in zip(self.layers, cache, self._state_of):
             wanted = tokens if layer is self.layers[-1] else None
             x = layer(x, layer_cache, states[state], wanted, slots)

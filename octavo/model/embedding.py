@@ -28,6 +28,7 @@ class Embedding:
         """``ops``: the chosen versions by name."""
         self.spec = spec
         self.operation = ops["embedding"]
+        self._add_scaled = ops.get("add_scaled")
         self._soft_cap = ops.get("soft_cap", _no_cap)
         width = spec.embedding.width
         self.head: Linear = make_linear((("head", spec.vocab_size),), width, epilogue="logits")
@@ -37,15 +38,14 @@ class Embedding:
                 make_linear((("embed_in", spec.hidden_size),), width),
                 make_linear((("embed_out", width),), spec.hidden_size),
             )
-        self._scale: Tensor | None = None
+        self._scale: float | None = None
         self._positions: Tensor | None = None
         self._look_up: Callable[[Tensor], Tensor]
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token becomes its row and nothing else."""
-        spec = self.spec.embedding
-        return self.project is None and spec.scale is None and spec.positions is None
+        """Whether it calls operations and nothing else of torch between them."""
+        return self.project is None and self.spec.embedding.positions is None
 
     def linears(self) -> tuple[Linear, ...]:
         """Those with weights of their own."""
@@ -78,7 +78,7 @@ class Embedding:
                 table = table.dense().to(dtype)
             self._positions = table
         if spec.scale is not None:
-            self._scale = torch.tensor(spec.scale, dtype=dtype)
+            self._scale = float(torch.tensor(spec.scale, dtype=dtype))
         for linear in self.project or ():
             linear.load(tensors)
 
@@ -86,7 +86,8 @@ class Embedding:
         """ids: int64 [T]; positions: int64 [T], which ``is_plain`` does without. [T, hidden]."""
         x = self._look_up(ids)
         if self._scale is not None:
-            x = x * self._scale
+            assert self._add_scaled is not None
+            x = self._add_scaled(None, x, self._scale)
         if self.project:
             x = self.project[0](x)
         if self._positions is not None and self.spec.embedding.positions is not None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from octavo.model.attention import Attention
@@ -97,8 +96,8 @@ class Residual:
         self.before, self.after, self.outer = found
         self.norms: list[Norm] = [norm for norm in found if norm]
         self.scale = spec.scale
-        plain = self.after is None and self.scale == 1.0
-        self.epilogue: Epilogue = "add" if plain else "none"
+        self.add = ops.get("add_scaled")
+        self.epilogue: Epilogue = "add" if spec.is_plain else "none"
 
     def enter(self, x: Tensor) -> Tensor:
         return self.before(x) if self.before else x
@@ -109,7 +108,8 @@ class Residual:
             x = function(inner, x)
         else:
             y = function(inner)
-            x = torch.add(x, self.after(y) if self.after else y, alpha=self.scale)
+            assert self.add is not None
+            x = self.add(x, self.after(y) if self.after else y, self.scale)
         return self.outer(x) if self.outer else x
 
 
@@ -154,8 +154,7 @@ class Layer:
     @property
     def is_plain(self) -> bool:
         """Whether it calls operations and nothing else of torch between them."""
-        sums = (self._around_mixer.epilogue, self._around_mlp.epilogue)
-        return self.mixer.is_plain and all(epilogue == "add" for epilogue in sums)
+        return self.mixer.is_plain
 
     def parts(self) -> list[Part]:
         """What is loaded at one go each."""

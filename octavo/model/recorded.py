@@ -13,7 +13,8 @@ from octavo.ops.native.calls import Pool, Tape
 
 _LEAST_TOKENS = 1024  # a step of so many is recorded at first
 
-# ids int64 [T], caches, states, tokens int64 [r] or None -> [T or r, hidden].
+# Ids int64 [T] or what the first layer takes [T, hidden], caches, states, tokens int64 [r] or None
+# -> [T or r, hidden].
 Layers = Callable[[Tensor, list[Tensor], Sequence[Any], Tensor | None], Tensor]
 
 
@@ -23,7 +24,7 @@ class _Recording:
     next run writes again."""
 
     tape: Tape
-    ids: Tensor
+    first: Tensor
     tokens: Tensor | None
     states: Sequence[Any]
     cache: list[Tensor]
@@ -42,17 +43,17 @@ class RecordedLayers:
     def __call__(
         self,
         layers: Layers,
-        ids: Tensor,
+        first: Tensor,
         cache: list[Tensor],
         states: Sequence[Any],
         tokens: Tensor | None,
     ) -> Tensor:
         """As ``layers``, which are the same every time."""
-        count = len(ids)
+        count = len(first)
         found = self._recordings.get(tokens is not None)
-        if found is None or found.cache is not cache or len(found.ids) < count:
-            found = self._record(layers, count, cache, states, tokens is not None)
-        found.ids[:count] = ids
+        if found is None or found.cache is not cache or len(found.first) < count:
+            found = self._record(layers, first, cache, states, tokens is not None)
+        found.first[:count] = first
         for mine, state in zip(found.states, states):
             mine.become(state)
         if tokens is None or found.tokens is None:
@@ -65,20 +66,20 @@ class RecordedLayers:
     def _record(
         self,
         layers: Layers,
-        count: int,
+        first: Tensor,
         cache: list[Tensor],
         states: Sequence[Any],
         some: bool,
     ) -> _Recording:
         size = _LEAST_TOKENS
-        while size < count:
+        while size < len(first):
             size *= 2
         self._recordings.pop(some, None)  # its buffers are free again
         # A tape tells numbers of rows apart by their sizes.
         tape = Tape((size, size + 1) if some else (size,), self._pool)
-        ids = torch.zeros(size, dtype=torch.int64)
+        first = first.new_zeros(size, *first.shape[1:])
         tokens = torch.zeros(size + 1, dtype=torch.int64) if some else None
         with tape.recording():
-            y = layers(ids, cache, states, tokens)
-        self._recordings[some] = _Recording(tape, ids, tokens, states, cache, y)
+            y = layers(first, cache, states, tokens)
+        self._recordings[some] = _Recording(tape, first, tokens, states, cache, y)
         return self._recordings[some]

@@ -42,6 +42,11 @@ class ResidualSpec:
     outer: NormSpec | None = None
     scale: float = 1.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing stands between ``f`` and the sum."""
+        return self.after is None and self.scale == 1.0
+
 
 @dataclass(frozen=True)
 class LinearScaling:

@@ -124,6 +124,9 @@ def operations_of(spec: DecoderSpec) -> tuple[str, ...]:
         found.append("layer_norm")
     if any(_needs_activation(layer.mlp) for layer in spec.layers):
         found.append("activate")
+    around = [one for layer in spec.layers for one in (layer.around_mixer, layer.around_mlp)]
+    if any(not one.is_plain for one in around) or spec.embedding.scale is not None:
+        found.append("add_scaled")
     if spec.logit_softcap is not None:
         found.append("soft_cap")
     found.append("linear")

@@ -18,6 +18,7 @@ import torch
 _DEFINITIONS = (
     "octavo.ops.norm",
     "octavo.ops.activation",
+    "octavo.ops.add",
     "octavo.ops.linear",
     "octavo.ops.quantized",
     "octavo.ops.rows",
@@ -33,6 +34,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.cpu.attention",
         "octavo.ops.cpu.mla",
         "octavo.ops.native.norm",
+        "octavo.ops.native.pointwise",
         "octavo.ops.native.linear",
         "octavo.ops.native.rows",
         "octavo.ops.native.attention",

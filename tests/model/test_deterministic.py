@@ -108,8 +108,8 @@ def test_loading_says_so_before_it_reads_weights(model_r):
 @pytest.mark.skipif(not launch.INTERPRETED, reason="tests/gpu has it")
 @torch.inference_mode()
 def test_logits_are_the_same_however_the_prompt_comes(model_r, monkeypatch):
-    def chosen(spec, dtype, device, deterministic, quantized):
-        return choose_versions(spec, dtype, "cuda", True, quantized)
+    def chosen(spec, dtype, device, deterministic, *further):
+        return choose_versions(spec, dtype, "cuda", True, *further)
 
     monkeypatch.setattr(decoder, "choose_versions", chosen)
     model = load(model_r, "float16")

@@ -15,7 +15,7 @@ from octavo.model.decoder import Model
 from octavo.model.recorded import RecordedLayers
 from octavo.ops.native import library
 from tests.fixtures import models
-from tests.model.running import load, make_batch
+from tests.model.running import load, make_batch, write_checkpoint
 
 if not library.features():
     pytest.skip("there are no CPU kernels, or this CPU runs none", allow_module_level=True)
@@ -29,6 +29,13 @@ WAYS = {
     "GGUF": ("R-Q8_0", {"dtype": "float32", "quantization": "gguf"}),
     "BF16": ("R-bf16", {"dtype": "bfloat16"}),
     "norms of q and k": ("Q128", {"dtype": "float32"}),
+}
+# Written by transformers' classes of these names: activations, norms and sums of other kinds.
+FAMILIES = {
+    "Gemma2": {"head_dim": 16, "sliding_window": 20},
+    "GPT2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 4096},
+    "OPT": {"ffn_dim": 96},
+    "Granite": {"residual_multiplier": 0.22, "embedding_multiplier": 12.0},
 }
 
 
@@ -55,10 +62,16 @@ class Pair:
             assert torch.equal(recorded, eager)
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def model(request: pytest.FixtureRequest) -> Model:
-    name, flags = WAYS[request.param]
-    model = load(models.path(name), **flags)
+@pytest.fixture(scope="module", params=(*WAYS, *FAMILIES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    if request.param in FAMILIES:
+        path, flags = tmp_path_factory.mktemp("model"), {"dtype": "float32"}
+        changes = {"max_position_embeddings": 4096, **FAMILIES[request.param]}
+        write_checkpoint(path, request.param, **changes)
+    else:
+        name, flags = WAYS[request.param]
+        path = models.path(name)
+    model = load(path, **flags)
     if model._recorded is None:
         pytest.skip("not by kernels alone on this CPU")
     return model
@@ -82,7 +95,7 @@ def all_blocks() -> Tensor:
 
 def recordings(pair: Pair) -> dict[bool, int]:
     """Some tokens or all -> how many a step may have."""
-    return {some: len(r.ids) for some, r in pair.recorded._recordings.items()}
+    return {some: len(r.first) for some, r in pair.recorded._recordings.items()}
 
 
 def test_steps_that_grow_are_recorded_again(pair: Pair) -> None:

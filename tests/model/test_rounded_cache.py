@@ -16,7 +16,7 @@ has_kernels = pytest.mark.skipif(not library.features(), reason="no kernels here
 
 def load_rounded(path, dtype="float32", **flags):
     config = from_flags(EngineConfig, {"dtype": dtype, "kv_cache_dtype": "int8", **flags})
-    return load_model(path, config, lambda phase, fraction: None)
+    return load_model(path, config, lambda *reported: None)
 
 
 @has_kernels

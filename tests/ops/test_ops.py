@@ -66,6 +66,15 @@ def test_activate(version, dtype, kind, gated):
     assert_close(version.call(x, kind, gated), expected, version, dtype)
 
 
+@pytest.mark.parametrize("summed", (False, True))
+@pytest.mark.parametrize(("version", "dtype"), cases("add_scaled"))
+def test_add_scaled(version, dtype, summed):
+    x, other = randn(7, 90).to(dtype), randn(7, 90, seed=1).to(dtype)
+    expected = (x.double() if summed else 0) + 0.22 * other.double()
+    found = version.call(x.clone() if summed else None, other.clone(), 0.22)
+    assert_close(found, expected, version, dtype)
+
+
 @pytest.mark.parametrize(("version", "dtype"), cases("soft_cap")[::2])
 def test_soft_cap(version, dtype):
     x = randn(7, 90).float() * 30
