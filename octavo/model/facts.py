@@ -25,8 +25,8 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 def is_gguf(path: Path) -> bool:
-    """By kind, not by name: a GGUF file may be called anything (``checkpoint.locate``)."""
-    return path.suffix == ".gguf" or path.is_file()
+    """A file, whatever it is called (``checkpoint.locate``), or a name of one where nothing is."""
+    return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
 
 
 def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
