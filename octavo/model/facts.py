@@ -65,11 +65,12 @@ def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> D
 def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
     where = str(path) if is_gguf(Path(path)) else str(Path(path) / "config.json")
     family = family_of(config, where)
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unnamed")
+    reader = ConfigReader(config, where)
+    if quantization := reader.mapping("quantization_config"):
+        method = quantization.get("quant_method", "unnamed")
         if method not in family.quantizations:
             raise ConfigError(f"{where}: quantization_config {method!r}: not in this version")
-    return family.build(ConfigReader(config, where))
+    return family.build(reader)
 
 
 def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:
