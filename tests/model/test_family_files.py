@@ -230,6 +230,7 @@ def edit(path: Path, **changes) -> None:
         ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.*supports null"),
         ("Phi3", {"attention_bias": True}, "attention_bias is True.*supports null, false"),
         ("Phi3", {"partial_rotary_factor": 0.7}, "partial_rotary_factor is 0.7"),  # 11 of 16
+        ("Phi3", {"rope_scaling": {"rope_type": ["yarn"]}}, "rope_type is .'yarn'.*one of default"),
         ("Phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor is 0.01"),  # none
         ("Phi3", {"original_max_position_embeddings": 1, "rope_scaling": LONG}, "embeddings is 1"),
         ("GPT2", {"n_embd": "64"}, "n_embd is '64'"),
