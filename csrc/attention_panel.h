@@ -21,8 +21,8 @@ struct Piece {
   int32_t lanes[kPieceTiles];  // tokens a tile has, less than 16 at the end of an uneven block
 };
 
-// Up to kPanelRows rows. Queries are as Attend::enter_query puts them; numbers of rows stand in lanes. `maximum`
-// and `total`, of the exponents so far, are in powers of two.
+// Up to kPanelRows rows. Queries are as Attend::enter_query puts them; numbers of rows stand in
+// lanes. `maximum` and `total`, of the exponents so far, are in powers of two.
 struct Panel {
   int num_rows;
   int64_t low[kLanes], high[kLanes];  // places seen; both rise with the row

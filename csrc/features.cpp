@@ -9,7 +9,8 @@ namespace {
 // Whether the CPU has AMX's tiles, INT8 and BF16, and Linux lets this process use them.
 bool may_use_tiles() {
   unsigned eax, ebx, ecx, edx;
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+  constexpr unsigned kAll = kBf16 | kTile | kInt8;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kAll) != kAll) return false;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

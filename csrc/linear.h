@@ -29,11 +29,22 @@ inline int64_t num_panels(const OctavoLinear& linear) {
 inline int64_t element_size(const OctavoLinear& linear) {
   return linear.element == OCTAVO_BF16 ? sizeof(bf16) : sizeof(float);
 }
+inline int64_t num_groups(const OctavoLinear& linear) {
+  return ceil_div(linear.inputs, linear.group);
+}
 // Of a panel of dense weights.
 inline int64_t dense_panel_bytes(const OctavoLinear& linear) {
   const int64_t step = linear.element == OCTAVO_BF16 ? kStep16 : 1;
   return ceil_div(linear.inputs, step) * step * kPanel * element_size(linear);
 }
+// Bytes of a group of a panel of quantized weights: of its scales, of them and the minimums, of all.
+struct CodeLayout {
+  int64_t scales, header, group;
+  explicit CodeLayout(const OctavoLinear& linear)
+      : scales(kPanel * (linear.wide_scales ? sizeof(float) : sizeof(uint16_t))),
+        header((linear.has_minimums ? 2 : 1) * scales),
+        group(header + linear.group * kPanel * linear.bits / 8) {}
+};
 
 // The first `count` numbers of a vector, all of them where it has no more.
 template <class Isa, class T>

@@ -10,15 +10,6 @@
 namespace octavo {
 namespace {
 
-// How the panels of quantized weights are cut (see OctavoLinear).
-struct CodeLayout {
-  int64_t scale_size, header, group;  // bytes
-  explicit CodeLayout(const OctavoLinear& linear)
-      : scale_size(linear.wide_scales ? sizeof(float) : sizeof(uint16_t)),
-        header((linear.has_minimums ? 2 : 1) * kPanel * scale_size),
-        group(header + linear.group * kPanel * linear.bits / 8) {}
-};
-
 // Where the code of a lane and an input of a group lies: its byte, and how far up in it.
 struct CodePlace {
   int64_t byte;
@@ -63,7 +54,7 @@ void look_up(const OctavoLinear& linear, int64_t id, T* y) {
   for (int64_t g = 0; g < groups; ++g, block += layout.group) {
     const float scale = read_scale(linear, block, lane);
     const float minimum =
-        linear.has_minimums ? read_scale(linear, block + kPanel * layout.scale_size, lane) : 0.0f;
+        linear.has_minimums ? read_scale(linear, block + layout.scales, lane) : 0.0f;
     const int64_t first = g * linear.group, count = least(linear.group, linear.inputs - first);
     for (int64_t i = 0; i < count; ++i) {
       const CodePlace at(linear.bits, lane, i);
@@ -116,8 +107,7 @@ int64_t octavo_linear_scratch(const OctavoLinear* linear, int64_t rows) {
     return largest(RoundedLayout::bytes(*linear, rows), TileLayout::bytes(*linear, rows));
   if (linear->element == OCTAVO_F32)
     return rows_conflict(*linear) ? rows * (linear->inputs * element_size(*linear) + kApart) : 0;
-  const bool all = linear->inputs % kStep16 || rows_conflict(*linear);
-  return (all ? ceil_div(rows, kTileRows) : 1) * kTileRows * copied_row_bytes(*linear);
+  return (copies_all_rows(*linear) ? ceil_div(rows, kTileRows) : 1) * kTileRows * copied_row_bytes(*linear);
 }
 
 void octavo_linear_pack(const OctavoLinear* linear, const void* weight, const OctavoPlace* place) {
@@ -132,7 +122,7 @@ void octavo_linear_pack_codes(const OctavoLinear* linear, const uint8_t* codes, 
                               const void* minimums, const OctavoPlace* place) {
   using namespace octavo;
   const CodeLayout layout(*linear);
-  const int64_t groups = num_groups(*linear), size = layout.scale_size;
+  const int64_t groups = num_groups(*linear), size = layout.scales / kPanel;
   char* const panels = static_cast<char*>(const_cast<void*>(linear->weights));
   const int64_t first_panel = place->first / place->width;
   const int64_t end_panel = ceil_div(place->first + place->rows, place->width);

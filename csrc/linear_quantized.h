@@ -27,7 +27,7 @@ class Quantized {
         linear_(*call.linear),
         layout_(linear_, *call.rows),
         groups_(num_groups(linear_)),
-        header_bytes_((linear_.has_minimums ? 2 : 1) * kPanel * scale_size()),
+        weights_(linear_),
         rounded_(static_cast<char*>(call.scratch)) {}
 
   void prepare() const {
@@ -40,9 +40,7 @@ class Quantized {
 
   int64_t block() const { return largest(1, layout_.width); }
   int64_t chunk() const { return 16 * block(); }
-  int64_t panel_bytes() const {
-    return groups_ * (header_bytes_ + linear_.group / 4 * kStepBytes);
-  }
+  int64_t panel_bytes() const { return groups_ * weights_.group; }
   const char* panel(int64_t i) const {
     return static_cast<const char*>(linear_.weights) + i * panel_bytes();
   }
@@ -61,8 +59,8 @@ class Quantized {
 
     for (int64_t g = 0; g < groups_; ++g) {
       const char* const header = weights;
-      weights += header_bytes_;
-      ahead.fetch_header(header_bytes_);
+      weights += weights_.header;
+      ahead.fetch_header(weights_.header);
       const Inputs x = inputs(row, g);
       Dots<ROWS> dots;
 #pragma GCC unroll 16
@@ -133,7 +131,7 @@ class Quantized {
       }
     }
     if (!linear_.has_minimums) return;
-    header += kPanel * scale_size();
+    header += weights_.scales;
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs<Isa>; ++v) {
       const Vec minimum = scales(header, v);
@@ -142,8 +140,6 @@ class Quantized {
         sums[r][v] = Isa::fma(minimum, Isa::set(x.sums[r]), sums[r][v]);
     }
   }
-
-  int64_t scale_size() const { return linear_.wide_scales ? sizeof(float) : sizeof(uint16_t); }
 
   OCTAVO_INLINE Vec scales(const char* header, int v) const {
     if (linear_.wide_scales)
@@ -183,7 +179,8 @@ class Quantized {
   const OctavoLinearCall& call_;
   const OctavoLinear& linear_;
   const RoundedLayout layout_;
-  const int64_t groups_, header_bytes_;
+  const int64_t groups_;
+  const CodeLayout weights_;
   char* const rounded_;
 };
 

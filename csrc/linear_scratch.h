@@ -1,8 +1,7 @@
 // What a linear writes down of its inputs before it multiplies them.
 #pragma once
 
-#include "numbers.h"
-#include "octavo.h"
+#include "linear.h"
 
 namespace octavo {
 namespace {  // see numbers.h
@@ -11,15 +10,14 @@ constexpr int64_t kConflict = 2048;  // bytes: rows a multiple of these apart me
 constexpr int64_t kApart = 64;       // bytes between rows that would
 
 inline bool rows_conflict(const OctavoLinear& linear) {
-  const int64_t size = linear.element == OCTAVO_BF16 ? sizeof(bf16) : sizeof(float);
-  return linear.inputs * size % kConflict == 0;
+  return linear.inputs * element_size(linear) % kConflict == 0;
 }
-// Of inputs in BF16 that are copied for tiles of AMX.
+// Whether tiles of AMX can take no inputs in BF16 from where they are.
+inline bool copies_all_rows(const OctavoLinear& linear) {
+  return linear.inputs % kStep16 || rows_conflict(linear);
+}
 inline int64_t copied_row_bytes(const OctavoLinear& linear) {
-  return ceil_div(linear.inputs, 32) * 64 + kApart;
-}
-inline int64_t num_groups(const OctavoLinear& linear) {
-  return ceil_div(linear.inputs, linear.group);
+  return ceil_div(linear.inputs, kStep16) * kLine + kApart;
 }
 
 // Inputs rounded to 8 bits lie in blocks of rows, [groups] of: scales [width]; sums [width]; starts

@@ -11,9 +11,8 @@
 namespace octavo {
 namespace {  // see numbers.h
 
-constexpr int64_t kTileInputs = kStep16;
 constexpr int64_t kTileStride = kPanel * 4;  // bytes between rows of weights
-constexpr int64_t kTileWeights = kTileInputs / 2 * kTileStride;
+constexpr int64_t kTileWeights = kStep16 / 2 * kTileStride;
 
 // Inputs are read where they are, but for those that tiles cannot take from there: the rows of a
 // last block that is not full, and all where a row is no whole number of tiles or rows would meet in
@@ -25,9 +24,8 @@ class DenseTiles {
       : call_(call),
         rows_(*call.rows),
         inputs_(call.linear->inputs),
-        steps_(ceil_div(inputs_, kTileInputs)) {
-    const bool all = inputs_ % kTileInputs || rows_conflict(*call.linear);
-    first_copied_ = all ? 0 : rows_ / kTileRows * kTileRows;
+        steps_(ceil_div(inputs_, kStep16)) {
+    first_copied_ = copies_all_rows(*call.linear) ? 0 : rows_ / kTileRows * kTileRows;
   }
 
   void prepare() const {

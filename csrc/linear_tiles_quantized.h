@@ -19,9 +19,7 @@ class QuantizedTiles {
         linear_(*call.linear),
         layout_(linear_),
         groups_(num_groups(linear_)),
-        scales_bytes_(kPanel * (linear_.wide_scales ? sizeof(float) : sizeof(uint16_t))),
-        header_bytes_((linear_.has_minimums ? 2 : 1) * scales_bytes_),
-        group_bytes_(header_bytes_ + linear_.group * kPanel * BITS / 8),
+        weights_(linear_),
         step_(least(linear_.group, kLine)) {}
 
   void prepare() const {
@@ -37,7 +35,7 @@ class QuantizedTiles {
 
   void multiply_rows(int64_t begin, int64_t end, int64_t panel) const {
     const char* const weights =
-        static_cast<const char*>(linear_.weights) + panel * groups_ * group_bytes_;
+        static_cast<const char*>(linear_.weights) + panel * groups_ * weights_.group;
     char* const codes = static_cast<char*>(
         __builtin_alloca_with_align(groups_ * linear_.group * kPanel, 8 * kLine));
     unpack(weights, codes);
@@ -45,7 +43,7 @@ class QuantizedTiles {
       alignas(64) float sums[2][kTileRows][kHalf];
       for (int half = 0; half < 2; ++half) {
         // The next panel, half of it with each half of the first rows.
-        const char* next = row > begin ? nullptr : weights + groups_ * group_bytes_;
+        const char* next = row > begin ? nullptr : weights + groups_ * weights_.group;
         sum_up(sums[half], inputs(row / kTileRows), weights, codes, half, next);
       }
       for (int64_t r = 0; r < least(kTileRows, end - row); ++r) {
@@ -71,14 +69,14 @@ class QuantizedTiles {
     for (int r = 0; r < kTileRows; ++r) sums[r] = Isa::set(0.0f);
     for (int64_t g = 0; g < groups_; ++g, x += layout_.group_bytes) {
       if (next) {
-        for (int64_t at = half * kLine; at < group_bytes_; at += 2 * kLine)
-          __builtin_prefetch(next + g * group_bytes_ + at, 0, 2);
+        for (int64_t at = half * kLine; at < weights_.group; at += 2 * kLine)
+          __builtin_prefetch(next + g * weights_.group + at, 0, 2);
       }
       multiply_group(x + TileLayout::kScalesBytes,
                      codes + g * linear_.group * kPanel + half * kLine);
       Tiles::template store<0>(dots, sizeof *dots);
 
-      const char* const header = weights + g * group_bytes_;
+      const char* const header = weights + g * weights_.group;
       const float* const scales = reinterpret_cast<const float*>(x);
       const Vec scale = load_scales(header, half);
 #pragma GCC unroll 16
@@ -87,7 +85,7 @@ class QuantizedTiles {
         sums[r] = Isa::fma(both, Isa::floats(Isa::load_bits(dots[r])), sums[r]);
       }
       if (!linear_.has_minimums) continue;
-      const Vec minimum = load_scales(header + scales_bytes_, half);
+      const Vec minimum = load_scales(header + weights_.scales, half);
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r)
         sums[r] = Isa::fma(minimum, Isa::set(scales[kTileRows + r]), sums[r]);
@@ -115,8 +113,8 @@ class QuantizedTiles {
   // Codes less their zero, as signed bytes.
   void unpack(const char* weights, char* to) const {
     const auto zero = Isa::set_bytes(static_cast<char>(linear_.zero));
-    for (int64_t g = 0; g < groups_; ++g, weights += group_bytes_) {
-      const char* from = weights + header_bytes_;
+    for (int64_t g = 0; g < groups_; ++g, weights += weights_.group) {
+      const char* from = weights + weights_.header;
       for (int64_t quad = 0; quad < linear_.group / 4; ++quad, to += kStride) {
         typename Isa::Ints codes[2];
         Isa::template codes<BITS>(from, codes);
@@ -155,7 +153,8 @@ class QuantizedTiles {
   const OctavoLinearCall& call_;
   const OctavoLinear& linear_;
   const TileLayout layout_;
-  const int64_t groups_, scales_bytes_, header_bytes_, group_bytes_;
+  const int64_t groups_;
+  const CodeLayout weights_;
   const int64_t step_;  // inputs that a tile multiplies at once
 };
 

@@ -1,9 +1,9 @@
 // The C interface of octavo's CPU kernels.
 //
-// Called through ctypes on addresses, with the GIL released but for calls of microseconds. Shapes are row-major; BF16 and FP16
-// numbers are uint16_t. Nothing is allocated that outlives a call. Each instruction set is a source
-// file of its own that begins by naming its target, so that one build serves every x86-64 machine;
-// the caller asks octavo_features() which of them may run.
+// Called through ctypes on addresses, with the GIL released but for calls of microseconds. Shapes
+// are row-major; BF16 and FP16 numbers are uint16_t. Nothing is allocated that outlives a call. Each
+// instruction set is a source file of its own that begins by naming its target, so that one build
+// serves every x86-64 machine; the caller asks octavo_features() which of them may run.
 #pragma once
 
 #include <cstdint>
@@ -219,7 +219,8 @@ OCTAVO_API OctavoKernel octavo_linear_quantized_amx;
 OCTAVO_API OctavoKernel octavo_linear_bf16_amx_emulated;
 OCTAVO_API OctavoKernel octavo_linear_quantized_amx_emulated;
 
-// y[i] = row ids[i] of quantized weights with OCTAVO_NONE or OCTAVO_LOGITS. y: [rows, inputs], of the element type.
+// y[i] = row ids[i] of quantized weights with OCTAVO_NONE or OCTAVO_LOGITS. y: [rows, inputs], of the
+// element type.
 struct OctavoLookupCall {
   const OctavoLinear* linear;
   const int64_t* ids;
@@ -261,8 +262,9 @@ OCTAVO_API void octavo_attention_plan(OctavoAttention* step);
 // qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries and keys are overwritten.
 // cache: [block, num_kv_heads, keys | values, block_size rounded up to 16 / 16, 16 * (head_dim
 // rounded up to 16)] with elements of qkv's type. `rounded`: a tile is int8 and ends with FP32 [16],
-// a scale for each token: key or value = int8 * scale, scale = max |x| / 127. qk_weight: null or [num_heads + num_kv_heads,
-// head_dim]. sinks: null or [num_heads]. out: [num_tokens, num_heads * head_dim].
+// a scale for each token: key or value = int8 * scale, scale = max |x| / 127. qk_weight: null or
+// [num_heads + num_kv_heads, head_dim]. sinks: null or [num_heads]. out: [num_tokens, num_heads *
+// head_dim].
 struct OctavoAttentionCall {
   const OctavoAttention* step;
   void* qkv;

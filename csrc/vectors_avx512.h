@@ -2,7 +2,8 @@
 //
 // What the kernels ask of an instruction set: arithmetic on a `Vec` of kWidth FP32 numbers, which
 // is loaded from FP32 or BF16 and stored as either; kVectors, how many vectors of a row are summed
-// in registers at once, and kPanelRows, of how many rows together; and, for BF16 that is widened, `Bits`, pairs of numbers in 32 bits each.
+// in registers at once, and kPanelRows, of how many rows together; and, for BF16 that is widened,
+// `Bits`, pairs of numbers in 32 bits each.
 #pragma once
 
 // GCC 12's own intrinsics begin with values that are not set, on purpose (its bug 105593).

@@ -148,7 +148,7 @@ class CacheConfig:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "numbers in the KV cache; auto: as dtype; int8: on CPUs, twice the tokens of bfloat16",
+        "numbers in the KV cache; auto: as dtype; int8: on CPUs, 1.8 times the tokens of bfloat16",
         group="cache",
         choices=("auto", "bfloat16", "float16", "float32", "int8"),
         later=("fp8", "fp8_e4m3", "fp8_e5m2"),

@@ -10,16 +10,28 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 
 from octavo.types import ConfigError
 
 _KINDS = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}
 _UNIGRAM, _BPE = 1, 2
-_NORMAL = 1  # the type of a piece that states none
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 Field = tuple[int, int | bytes]
+
+
+class PieceType(IntEnum):
+    """Of tokenizer.model's pieces (a piece that states none is NORMAL), and of a GGUF file's
+    ``tokenizer.ggml.token_type``."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
 
 
 @dataclass
@@ -43,7 +55,7 @@ def read_sentencepiece_model(path: Path) -> SentencepieceModel:
                 piece = dict(_fields(value))
                 model.tokens.append(_raw(piece.get(1, b"")).decode())
                 model.scores.append(struct.unpack("<f", _raw(piece.get(2, bytes(4))))[0])
-                model.types.append(int(piece.get(3, _NORMAL)))
+                model.types.append(int(piece.get(3, PieceType.NORMAL)))
             elif number == 2 and isinstance(value, bytes):
                 kind = int(dict(_fields(value)).get(3, kind))
             elif number == 3 and isinstance(value, bytes):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.json_file import read_object
-from octavo.checkpoint.sentencepiece_model import read_sentencepiece_model
+from octavo.checkpoint.sentencepiece_model import PieceType, read_sentencepiece_model
 from octavo.types import ConfigError
 
 # With which chat models end a turn, where their GGUF file does not say so.
@@ -16,7 +16,6 @@ _TURN_ENDS = {
     *("<end_of_utterance>", "<|END_OF_TURN_TOKEN|>", "<|endofturn|>", "<EOT>", "<turn|>"),
     *("<|return|>", "<|call|>"),
 }
-_CONTROL, _USER_DEFINED = 3, 4
 
 
 def gguf_eos_ids(metadata: Mapping[str, Any]) -> list[int]:
@@ -38,7 +37,9 @@ def _ends_of_turns(metadata: Mapping[str, Any]) -> list[int]:
     found = {
         token: index
         for index, (token, kind) in enumerate(zip(tokens, types))
-        if kind in (_CONTROL, _USER_DEFINED) and token in _TURN_ENDS and token in template
+        if kind in (PieceType.CONTROL, PieceType.USER_DEFINED)
+        and token in _TURN_ENDS
+        and token in template
     }
     if "<|return|>" in found:  # gpt-oss: a turn goes on after the messages that <|end|> ends
         found.pop("<|end|>", None)

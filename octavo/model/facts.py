@@ -25,8 +25,8 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 
 def is_gguf(path: Path) -> bool:
-    """By kind, not by name: a GGUF file may be called anything (``checkpoint.locate``)."""
-    return path.suffix == ".gguf" or path.is_file()
+    """A file, whatever it is called (``checkpoint.locate``), or a name of one where nothing is."""
+    return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
 
 
 def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -65,11 +65,12 @@ def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> D
 def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
     where = str(path) if is_gguf(Path(path)) else str(Path(path) / "config.json")
     family = family_of(config, where)
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unnamed")
+    reader = ConfigReader(config, where)
+    if quantization := reader.mapping("quantization_config"):
+        method = quantization.get("quant_method", "unnamed")
         if method not in family.quantizations:
             raise ConfigError(f"{where}: quantization_config {method!r}: not in this version")
-    return family.build(ConfigReader(config, where))
+    return family.build(reader)
 
 
 def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:

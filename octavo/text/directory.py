@@ -11,8 +11,12 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from octavo.checkpoint.json_file import read_object
-from octavo.checkpoint.sentencepiece_model import SentencepieceModel, read_sentencepiece_model
-from octavo.text.pieces import PieceType, sentencepiece_backend
+from octavo.checkpoint.sentencepiece_model import (
+    PieceType,
+    SentencepieceModel,
+    read_sentencepiece_model,
+)
+from octavo.text.pieces import sentencepiece_backend
 from octavo.text.vocabulary import PrefixSpace, Spelling, Vocabulary
 from octavo.types import ConfigError
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from octavo.checkpoint.gguf import GGUFFile
-from octavo.text.pieces import PieceType, added_tokens, index_tokens, sentencepiece_backend
+from octavo.checkpoint.sentencepiece_model import PieceType
+from octavo.text.pieces import added_tokens, index_tokens, sentencepiece_backend
 from octavo.text.splits import split_named
 from octavo.text.vocabulary import Spelling, Vocabulary
 from octavo.types import ConfigError

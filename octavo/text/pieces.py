@@ -8,27 +8,16 @@ A unigram model is the tokenizers library's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from octavo.checkpoint.sentencepiece_model import PieceType
 from octavo.types import ConfigError
 
 # Stands for a prefix space until a text is normalized: a noncharacter, which no rule changes.
 PREFIX_SPACE = "\U0010ffff"
-
-
-class PieceType(IntEnum):
-    """Of ``tokenizer.ggml.token_type`` and of tokenizer.model's pieces."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 def added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[AddedToken]:

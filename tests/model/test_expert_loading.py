@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from octavo.config import ModelConfig
 from octavo.model.decoder import Model
 from octavo.model.facts import build_spec, read_spec
+from octavo.model.families import gpt_oss
 from octavo.model.families.gguf_config import config_from_gguf
 from octavo.model.loader.load import load_weights, open_source
 from octavo.model.loader.upload import Uploader
 from octavo.model.moe import Expert
-from octavo.ops import registry
+from octavo.ops import moe, registry
 from octavo.types import ConfigError
 from tests.fixtures.gguf_files import add_geometry, to_gguf_rows
 from tests.model.running import all_logits, load, random_ids, reference_logits, write_checkpoint
@@ -396,3 +397,8 @@ def test_published_configs_are_read():
     assert mixer.rope.scaling.attention_factor == 1.0
     magnitude = 0.1 * torch.tensor(40.0).log().item() + 1
     assert mixer.scale == pytest.approx(28**-0.5 * magnitude**2, rel=1e-6)
+
+
+def test_gpt_oss_admits_the_constants_that_the_kernels_have():
+    """Written twice: families never import torch."""
+    assert (gpt_oss.ALPHA, gpt_oss.LIMIT) == (moe.SWIGLU_ALPHA, moe.SWIGLU_LIMIT)

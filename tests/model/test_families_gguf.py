@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from octavo.model.facts import read_spec
+from octavo.model.spec import LinearScaling
 from octavo.types import ConfigError
 from tests.fixtures.gguf_files import to_gguf_rows
 from tests.model.running import all_logits, load, random_ids, reference_logits, write_checkpoint
@@ -241,6 +242,59 @@ def test_what_another_model_of_the_same_name_has_is_refused(tmp_path, arch, key,
     file = write(tmp_path / "m.gguf", tmp_path, arch, convert, metadata=more)
     with pytest.raises(ConfigError, match=message):
         read_spec(file)
+
+
+UINT, FLOAT, BOOL, TEXT = (
+    gguf.GGUFValueType[kind] for kind in ("UINT32", "FLOAT32", "BOOL", "STRING")
+)
+
+
+def write_llama(folder, **metadata: tuple[object, gguf.GGUFValueType]) -> Path:
+    write_checkpoint(folder, "Llama", max_position_embeddings=128)
+
+    def more(writer: gguf.GGUFWriter, config: Config) -> None:
+        for key, (value, kind) in metadata.items():
+            writer.add_key_value(f"llama.{key}", value, kind)
+
+    return write(folder / "m.gguf", folder, "llama", interleaved, metadata=more)
+
+
+def test_yarn_has_the_files_own_bounds(tmp_path):
+    file = write_llama(
+        tmp_path,
+        **{
+            "rope.scaling.type": ("yarn", TEXT),
+            "rope.scaling.factor": (4.0, FLOAT),
+            "rope.scaling.original_context_length": (32, UINT),
+            "rope.scaling.yarn_beta_fast": (16.0, FLOAT),
+            "rope.scaling.yarn_beta_slow": (2.0, FLOAT),
+        },
+    )
+    spec = read_spec(file)
+    scaling = spec.layers[0].mixer.rope.scaling
+    assert (scaling.beta_fast, scaling.beta_slow, scaling.original) == (16.0, 2.0, 32)
+    assert spec.max_position == 128
+
+
+@pytest.mark.parametrize("key", ("rope.scale_linear", "rope.scaling.factor"))
+def test_a_factor_without_a_type_is_linear(tmp_path, key):
+    """llama.cpp's default; the first key is that of files of 2023."""
+    spec = read_spec(write_llama(tmp_path, **{key: (4.0, FLOAT)}))
+    assert spec.layers[0].mixer.rope.scaling == LinearScaling(4.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("attention.causal", False, BOOL),
+        ("rope.scaling.attn_factor", 1.5, FLOAT),
+        ("rope.scaling.yarn_attn_factor", 1.5, FLOAT),
+        ("rope.scaling.yarn_ext_factor", 0.5, FLOAT),
+    ],
+)
+def test_metadata_that_would_change_the_maths_is_refused(tmp_path, key, value, kind):
+    with pytest.raises(ConfigError, match=f"llama.{key} is {value}; this version supports"):
+        read_spec(write_llama(tmp_path, **{key: (value, kind)}))
 
 
 @pytest.mark.parametrize("pattern", (3, [True, True, False, True, True, False]))

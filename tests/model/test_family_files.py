@@ -23,6 +23,7 @@ from tests.model.running import (
     write_gguf,
 )
 from tests.model.test_families import FAMILIES, GEMMA2, GEMMA3
+from tests.model.test_rope import LONG
 
 IDS = random_ids(40)
 
@@ -222,11 +223,16 @@ def edit(path: Path, **changes) -> None:
         ("Gemma2", {"hidden_activation": "mish"}, "hidden_activation is 'mish'.*one of silu"),
         ("Gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
         ("Gemma2", {"layer_types": ["full_attention", "x", "x"]}, "layer_types is"),
+        ("Gemma2", {"layer_types": [["full_attention"]] * 3}, "layer_types is"),
+        ("Llama", {"quantization_config": "fp8"}, "quantization_config is 'fp8'.*JSON object"),
         ("Gemma3", {"rope_parameters": {"factor": 2.0}}, "supports keys full_.*, not factor"),
         ("Gemma3", {"rope_parameters": {"full_attention": 3}}, "full_attention is 3.*JSON object"),
         ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.*supports null"),
         ("Phi3", {"attention_bias": True}, "attention_bias is True.*supports null, false"),
         ("Phi3", {"partial_rotary_factor": 0.7}, "partial_rotary_factor is 0.7"),  # 11 of 16
+        ("Phi3", {"rope_scaling": {"rope_type": ["yarn"]}}, "rope_type is .'yarn'.*one of default"),
+        ("Phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor is 0.01"),  # none
+        ("Phi3", {"original_max_position_embeddings": 1, "rope_scaling": LONG}, "embeddings is 1"),
         ("GPT2", {"n_embd": "64"}, "n_embd is '64'"),
         ("GPT2", {"add_cross_attention": True}, "add_cross_attention is True"),
         ("GPT2", {"activation_function": "tanh"}, "activation_function is 'tanh'"),
@@ -254,6 +260,8 @@ def test_older_configs_say_the_same(tmp_path):
     assert read_spec(tmp_path) == new
     edit(tmp_path, rope_local_base_freq=20_000.0)
     assert read_spec(tmp_path).layers[0].mixer.rope.theta == 20_000.0
+    edit(tmp_path, rope_theta=None, rope_local_base_freq=None)
+    assert read_spec(tmp_path) == new  # null says as little as no key
     edit(tmp_path, rope_local_base_freq=0)
     with pytest.raises(ConfigError, match="rope_local_base_freq is 0"):
         read_spec(tmp_path)

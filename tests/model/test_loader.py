@@ -169,6 +169,11 @@ def test_hf_overrides_win_over_the_config(copy):
     assert (spec.layers[0].mixer.rope.theta, spec.vocab_size) == (7.0, 100)
 
 
+def test_a_directory_may_be_called_like_a_gguf_file(copy):
+    folder = copy[0].rename(copy[0].with_name("model.gguf"))
+    assert read_spec(folder).architecture == "LlamaForCausalLM"
+
+
 def test_dummy_weights_need_only_a_config(copy):
     directory, _ = copy
     first, again = (all_logits(load(directory, load_format="dummy"), IDS) for _ in range(2))

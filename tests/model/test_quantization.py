@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from octavo.config import ModelConfig
-from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, grouped
+from octavo.model.loader.gguf import dequantize
+from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, expanded, grouped
 from octavo.model.quantization import choose_quantization
 from octavo.ops.native import library, memory
 from octavo.ops.native.library import Features
@@ -127,6 +128,15 @@ def test_groups_expand_to_the_reference_dequantization_exactly(kind: str) -> Non
     assert weight.shape == shape and int(weight.codes.max()) < 1 << weight.bits
     assert weight.scales.shape == (35, shape[1] // found.group)
     assert torch.equal(weight.dense(), torch.from_numpy(expected.copy()).view(shape))
+    values = dequantize(blocks.reshape(-1), kind, "w", "m.gguf", torch.float32)
+    assert torch.equal(values, torch.from_numpy(expected.copy()).flatten())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_expanded_on_the_device_where_they_lie(kind: str) -> None:
+    blocks = torch.empty(3, KINDS[kind].num_bytes, dtype=torch.uint8, device="meta")
+    values = expanded(blocks, kind)
+    assert values.is_meta and values.shape == (3, KINDS[kind].size)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -116,7 +116,7 @@ def test_parts_of_gguf_tensors_are_uploaded_alike(tmp_path, uploader, kind):
 
 @pytest.mark.parametrize("kind", ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"))
 def test_uploaded_gguf_tensors_are_the_same(tmp_path, uploader, kind, monkeypatch):
-    monkeypatch.setattr("octavo.model.loader.gguf._BLOCKS_AT_A_TIME", 50)
+    monkeypatch.setattr("octavo.model.loader.gguf._VALUES_AT_A_TIME", 1600)
     write_checkpoint(tmp_path, "Llama")
     file = write_gguf(tmp_path / "m.gguf", tmp_path, kind)
     plain, uploaded = open_source(file, ModelConfig()), upload_all(file, uploader)

@@ -26,7 +26,9 @@ def read_its_rope(
     one for each, older configs have a theta under ``key``."""
     nested = config.mapping("rope_parameters", allowed=LAYER_TYPES)
     own = ConfigReader(nested, f"{config.where}: rope_parameters").mapping(kind)
-    found = config.values.get(key, own.get("rope_theta", theta))
+    found = config.values.get(key)
+    if found is None:
+        found = own.get("rope_theta", theta)
     values = {**config.values, "rope_theta": found, "rope_parameters": own}
     if kind == "sliding_attention":  # nothing scales its positions
         values["rope_scaling"] = None

@@ -32,6 +32,15 @@ _KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+# What would change the maths and is read by no family -> the value with which it does not.
+_NEUTRAL = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -55,6 +64,8 @@ def config_from_gguf(
             f"{where}: {arch}.expert_count is {count}; this version reads experts from GGUF files "
             "of llama (Mixtral) and qwen3moe alone"
         )
+    for suffix, neutral in _NEUTRAL.items():
+        _check_neutral(metadata, f"{arch}.{suffix}", neutral, where)
     config: dict[str, Any] = {"architectures": [family.architectures[0]]}
     for key, suffix in _KEYS.items():
         value = metadata.get(f"{arch}.{suffix}")
@@ -66,7 +77,7 @@ def config_from_gguf(
     config["tie_word_embeddings"] = "output.weight" not in tensor_shapes
     config["attention_bias"] = "blk.0.attn_q.bias" in tensor_shapes
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensor_shapes
-    config["rope_scaling"] = _rope_scaling(metadata, arch, tensor_shapes, vector)
+    config["rope_scaling"] = _rope_scaling(metadata, arch, tensor_shapes, vector, where)
     if config["rope_scaling"] and config["rope_scaling"].get("rope_type") in ("linear", "yarn"):
         original = config["rope_scaling"].get("original_max_position_embeddings")
         if original:  # GGUF counts the scaled context, a config.json with these types does not
@@ -76,6 +87,12 @@ def config_from_gguf(
         if value is not None:
             config[key] = value
     return family.from_gguf(config)
+
+
+def _check_neutral(metadata: Mapping[str, Any], key: str, neutral: object, where: str) -> None:
+    value = metadata.get(key, neutral)
+    if value != neutral:
+        raise ConfigError(f"{where}: {key} is {value!r}; this version supports {neutral!r}")
 
 
 def _windows(metadata: Mapping[str, Any], arch: str, where: str) -> dict[str, Any]:
@@ -125,12 +142,14 @@ def _rope_scaling(
     arch: str,
     tensor_shapes: Mapping[str, Collection[int]],
     vector: Callable[[str], list[float]],
+    where: str,
 ) -> dict[str, Any] | None:
+    """As a config.json has it. A file that gives a factor and no type means linear; those of 2023
+    have the factor under another key."""
     prefix = f"{arch}.rope.scaling."
-    kind = metadata.get(prefix + "type", "none")
+    factor = metadata.get(prefix + "factor") or metadata.get(f"{arch}.rope.scale_linear")
+    kind = metadata.get(prefix + "type", "linear" if factor else "none")
     original = metadata.get(prefix + "original_context_length")
-    if "rope_freqs.weight" in tensor_shapes:
-        return {"rope_type": "gguf_tensor"}
     if _LONG in tensor_shapes and _SHORT in tensor_shapes:
         return {
             "rope_type": "longrope",
@@ -139,9 +158,15 @@ def _rope_scaling(
             "original_max_position_embeddings": original,
             "attention_factor": metadata.get(prefix + "attn_factor"),
         }
+    _check_neutral(metadata, prefix + "attn_factor", 1.0, where)
+    if "rope_freqs.weight" in tensor_shapes:
+        return {"rope_type": "gguf_tensor"}
     if kind == "none":
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.get(prefix + "factor")}
-    if original:
-        scaling["original_max_position_embeddings"] = original
-    return scaling
+    return {
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": original or None,
+        "beta_fast": metadata.get(prefix + "yarn_beta_fast"),
+        "beta_slow": metadata.get(prefix + "yarn_beta_slow"),
+    }

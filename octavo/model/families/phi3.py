@@ -18,7 +18,9 @@ def with_longrope(config: ConfigReader) -> ConfigReader:
     values = dict(config.values)
     for key in ("rope_scaling", "rope_parameters"):
         own = values.get(key)
-        if isinstance(own, Mapping) and {"su", "yarn"} & {own.get("type"), own.get("rope_type")}:
+        if not isinstance(own, Mapping):
+            continue
+        if any(own.get(name) in ("su", "yarn") for name in ("type", "rope_type")):
             values[key] = {**own, "type": "longrope", "rope_type": "longrope"}
     return ConfigReader(values, config.where)
 

@@ -180,7 +180,7 @@ def read_rope(config: ConfigReader, head_dim: int, partial: bool = False) -> tup
     theta = outer.number("rope_theta", 10000.0)
     share = outer.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * share)
-    if share > 1 or (share != 1 and not partial) or dim % 2:
+    if share > 1 or (share != 1 and not partial) or dim % 2 or not dim:
         wanted = f"1.0, or less of {head_dim} numbers, evenly" if partial else "1.0"
         raise config.error("partial_rotary_factor", share, wanted)
     scaling, longest = read_scaling(raw, config, dim)
@@ -208,7 +208,7 @@ def read_scaling(
         return TensorScaling(), longest
     if kind == "longrope":
         key = "original_max_position_embeddings"  # Phi-3 has it beside the scaling
-        original = (config if config.has(key) else reader).integer(key, longest)
+        original = (config if config.has(key) else reader).integer(key, longest, low=2)
         return _read_longrope(reader, original, longest, dim), longest
     factor = reader.number("factor")
     if kind == "linear":
@@ -250,7 +250,8 @@ def read_windows(
     types = config.values.get("layer_types")
     if types is None:
         return [window if slides(layer) else None for layer in range(count)]
-    if not isinstance(types, list) or len(types) != count or set(types) - set(LAYER_TYPES):
+    known = isinstance(types, list) and all(kind in LAYER_TYPES for kind in types)
+    if not known or len(types) != count:
         raise config.error("layer_types", types, f"{count} of {', '.join(LAYER_TYPES)}")
     return [window if kind == LAYER_TYPES[1] else None for kind in types]
 

@@ -1,8 +1,6 @@
 """GGUF checkpoints: tensors are kept in the groups they are stored in, or dequantized while
-loading, in torch for the common types (where the weights will lie: a GPU gets the stored bytes), by
-the ``gguf`` package for the others.
-
-Block layouts: https://github.com/ggml-org/ggml (ggml-common.h); a block holds 32 values.
+loading: the types of ``gguf_groups`` in torch, where the weights will lie (a GPU gets the stored
+bytes), the others by the ``gguf`` package.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from octavo.model.families.family import Family
 from octavo.model.families.names import Place, find
 from octavo.model.linear import Weight
 from octavo.model.loader.experts import Piece, StoredExperts
-from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, grouped
+from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, expanded, grouped
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec, GQASpec
 from octavo.ops.quantized import QuantizedWeight
@@ -167,52 +165,22 @@ def dequantize(raw: np.ndarray, kind: str, name: str, where: str, dtype: torch.d
 
 
 def _is_decoded_here(kind: str) -> bool:
-    return kind in _PLAIN or kind in _BLOCKS
+    return kind in _PLAIN or kind in KINDS
 
 
 def _decode(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """raw: uint8, on any device; ``kind``: see ``_is_decoded_here``. Flat, in ``dtype``."""
     if kind in _PLAIN:
         return raw.view(_PLAIN[kind]).to(dtype)
-    num_bytes, decode = _BLOCKS[kind]
-    blocks = raw.view(-1, num_bytes)
-    out = torch.empty(len(blocks), 32, dtype=dtype, device=raw.device)
-    for begin in range(0, len(blocks), _BLOCKS_AT_A_TIME):
-        part = slice(begin, begin + _BLOCKS_AT_A_TIME)
-        decode(blocks[part], out[part])
+    blocks = raw.view(-1, KINDS[kind].num_bytes)
+    out = torch.empty(len(blocks), KINDS[kind].size, dtype=dtype, device=raw.device)
+    step = _VALUES_AT_A_TIME // KINDS[kind].size
+    for begin in range(0, len(blocks), step):
+        part = slice(begin, begin + step)
+        out[part] = expanded(blocks[part], kind)
     return out.view(-1)
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """FP16 at byte ``at`` of each block, as FP32 [n, 1]."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
-def _q4_0(blocks: Tensor, out: Tensor) -> None:
-    scale = _half(blocks, 0)
-    _nibbles(blocks[:, 2:], scale, scale * -8, out)
-
-
-def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    _nibbles(blocks[:, 4:], _half(blocks, 0), _half(blocks, 2), out)
-
-
-def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    torch.mul(blocks[:, 2:].view(torch.int8), _half(blocks, 0), out=out)
-
-
-def _nibbles(packed: Tensor, scale: Tensor, minimum: Tensor, out: Tensor) -> None:
-    """out = nibble * scale + minimum; low nibbles are values 0 .. 15, high ones 16 .. 31."""
-    for half, nibble in ((out[:, :16], packed & 15), (out[:, 16:], packed >> 4)):
-        half.copy_(torch.addcmul(minimum, nibble.float(), scale))
-
-
-# Intermediate values are FP32: so many blocks keep them under 200 MB.
-_BLOCKS_AT_A_TIME = 1 << 20
+# Intermediate values are FP32: so many keep them under 50 MB, and near the cores' caches.
+_VALUES_AT_A_TIME = 1 << 22
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Type -> (bytes of a block, what turns blocks [n, bytes] into values [n, 32]).
-_BLOCKS: dict[str, tuple[int, Callable[[Tensor, Tensor], None]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q8_0": (34, _q8_0),
-}

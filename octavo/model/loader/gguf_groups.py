@@ -1,4 +1,5 @@
-"""GGUF's quantized types as groups of codes, exactly as stored: what the CPU kernels multiply.
+"""GGUF's quantized types as groups of codes, exactly as stored, which is what the CPU kernels
+multiply, and the numbers they stand for.
 
 Layouts: https://github.com/ggml-org/ggml (ggml-common.h). A block of the types with ``_K`` holds
 256 values, of the others 32.
@@ -50,6 +51,20 @@ def grouped(raw: Tensor, kind: str, shape: tuple[int, ...]) -> QuantizedWeight:
     )
 
 
+def expanded(blocks: Tensor, kind: str) -> Tensor:
+    """blocks: uint8 [n, bytes] of type ``kind``, on any device. Their values, FP32 [n, size]:
+    products are exact, a minimum is added with one rounding."""
+    found = KINDS[kind]
+    groups = found.read(blocks)
+    values = groups.codes.view(len(blocks), -1, found.group).float()
+    if found.zero:
+        values -= found.zero
+    values *= groups.scales[:, :, None]
+    if groups.minimums is not None:
+        values += groups.minimums[:, :, None]
+    return values.flatten(1)
+
+
 def bytes_per_value(kinds: Collection[str]) -> float:
     """Of packed weights of these types that are multiplied as one (``alike``)."""
     found = [KINDS[kind] for kind in kinds]
@@ -73,7 +88,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 def _fifth_bits(packed: Tensor) -> Tensor:
     """uint8 [n, 4], a bit for each of 32 values -> [n, 32], 16 where it is set."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[:, :, None] >> shifts) & 1).flatten(1) << 4
 
 
@@ -116,7 +131,7 @@ def _q4_k(blocks: Tensor) -> _Groups:
 def _q5_k(blocks: Tensor) -> _Groups:
     fifth, low = blocks[:, 16:48], blocks[:, 48:]
     codes = _nibbles(low.reshape(-1, 4, 32)).view(-1, 8, 32)
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
     codes = codes | (fifth[:, None, :] >> shifts & 1) << 4
     return _Groups(codes.flatten(1), *_scales_of_k(blocks))
 
@@ -124,7 +139,7 @@ def _q5_k(blocks: Tensor) -> _Groups:
 def _q6_k(blocks: Tensor) -> _Groups:
     """Halves of 128 values, of which a byte of the two upper bits serves four."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
-    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
+    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)[:, None]
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
     factors = blocks[:, 192:208].view(torch.int8).float()
     return _Groups((low | high << 4).flatten(1), _half(blocks, 208).float() * factors)

@@ -58,11 +58,6 @@ def load_model(
                 f"--quantization int8: {source.spec.architecture} has experts, which this version "
                 "does not quantize; leave it out"
             )
-        if quantization == "int8" and _has_experts(source.spec):
-            raise ConfigError(
-                f"--quantization int8: {source.spec.architecture} has experts, which this version "
-                "does not quantize; leave it out"
-            )
         if quantization == "gguf":
             quantization, why = _what_groups_there_are(source, config.model.quantization, why)
         deterministic, rounded = config.model.deterministic, kept == "int8"
