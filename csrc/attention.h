@@ -145,7 +145,7 @@ void attend(const Layer<Isa>& layer, const Task& task) {
   Element* spare = nullptr;
   if (layer.step.rounded) {
     const int64_t elements = 2 * kPieceTiles * layer.tile_elements();
-    spare = static_cast<Element*>(__builtin_alloca_with_align(elements * sizeof(Element), 512));
+    spare = static_cast<Element*>(spare_memory(elements * sizeof(Element)));
   }
   for (int64_t index = task.first_piece; index < task.end_piece; ++index) {
     find_tiles<Isa>(layer, task, index, end_place, spare, piece);

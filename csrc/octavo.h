@@ -1,9 +1,10 @@
 // The C interface of octavo's CPU kernels.
 //
 // Called through ctypes on addresses, with the GIL released but for calls of microseconds. Shapes
-// are row-major; BF16 and FP16 numbers are uint16_t. Nothing is allocated that outlives a call. Each
-// instruction set is a source file of its own that begins by naming its target, so that one build
-// serves every x86-64 machine; the caller asks octavo_features() which of them may run.
+// are row-major; BF16 and FP16 numbers are uint16_t. Nothing that is allocated outlives a call, but
+// for a buffer of each thread. Each instruction set is a source file of its own that begins by
+// naming its target, so that one build serves every x86-64 machine; the caller asks
+// octavo_features() which of them may run.
 #pragma once
 
 #include <cstdint>
