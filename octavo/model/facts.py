@@ -65,11 +65,12 @@ def read_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> D
 def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
     where = str(path) if is_gguf(Path(path)) else str(Path(path) / "config.json")
     family = family_of(config, where)
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unnamed")
+    reader = ConfigReader(config, where)
+    if stored := reader.mapping("quantization_config"):
+        method = stored.get("quant_method", "unnamed")
         if method not in family.quantizations:
             raise ConfigError(f"{where}: quantization_config {method!r}: not in this version")
-    return family.build(ConfigReader(config, where))
+    return family.build(reader)
 
 
 def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:
@@ -82,7 +83,7 @@ def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> lis
         override = (overrides or {}).get("eos_token_id")
         if override is not None:
             metadata.pop("tokenizer.ggml.eos_token_id", None)
-        values = [override, gguf_eos_ids(metadata)]
+        values = [override, gguf_eos_ids(metadata, path)]
     else:
         values = [
             source.get("eos_token_id")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from octavo.model.families.catalogue import family_of_gguf
+from octavo.model.families.reading import ConfigReader
 from octavo.types import ConfigError
 
 # config.json key -> metadata key after the architecture's name. A family reads those that it has.
@@ -32,6 +33,19 @@ _KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+# Of a single value each, as those of _KEYS. What llama.cpp has for each layer is refused.
+_SINGLE = (
+    *_KEYS.values(),
+    *("rope.dimension_count", "rope.scaling.factor", "rope.scaling.attn_factor"),
+    *("rope.scaling.original_context_length", "attention.sliding_window"),
+)
+# What llama.cpp applies in every architecture that has it: these values leave the maths as it is.
+_HARMLESS = {
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.causal": True,
+    "rope.scale_linear": 1.0,
+}
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -48,6 +62,7 @@ def config_from_gguf(
         raise ConfigError(f"{where}: general.architecture is missing; this GGUF holds no model")
     if "token_embd.weight" not in tensor_shapes:
         raise ConfigError(f"{where}: token_embd.weight is missing; this GGUF holds no weights")
+    _check(metadata, arch, where)
     count = metadata.get(f"{arch}.expert_count") or 0
     family = family_of_gguf("llama with experts" if arch == "llama" and count else arch, where)
     if count and not family.gguf_experts:
@@ -66,7 +81,7 @@ def config_from_gguf(
     config["tie_word_embeddings"] = "output.weight" not in tensor_shapes
     config["attention_bias"] = "blk.0.attn_q.bias" in tensor_shapes
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensor_shapes
-    config["rope_scaling"] = _rope_scaling(metadata, arch, tensor_shapes, vector)
+    config["rope_scaling"] = _rope_scaling(metadata, arch, tensor_shapes, vector, where)
     if config["rope_scaling"] and config["rope_scaling"].get("rope_type") in ("linear", "yarn"):
         original = config["rope_scaling"].get("original_max_position_embeddings")
         if original:  # GGUF counts the scaled context, a config.json with these types does not
@@ -78,6 +93,21 @@ def config_from_gguf(
     return family.from_gguf(config)
 
 
+def _check(metadata: Mapping[str, Any], arch: str, where: str) -> None:
+    """Raises ConfigError where a single number is something else, and for what is not computed."""
+    for key in _SINGLE:
+        value = metadata.get(f"{arch}.{key}")
+        if value is not None and not isinstance(value, (int, float)):
+            several = (
+                "has a value for each layer" if not isinstance(value, str) else f"is {value!r}"
+            )
+            raise ConfigError(f"{where}: {arch}.{key} {several}; this version supports one number")
+    for key, harmless in _HARMLESS.items():
+        value = metadata.get(f"{arch}.{key}", harmless)
+        if not isinstance(value, (int, float)) or value != harmless:
+            raise ConfigError(f"{where}: {arch}.{key} is {value}; this version supports {harmless}")
+
+
 def _windows(metadata: Mapping[str, Any], arch: str, where: str) -> dict[str, Any]:
     """The window, 0 for none; which layers have it, as a flag for each or as a period, whose last
     layer has none."""
@@ -86,7 +116,15 @@ def _windows(metadata: Mapping[str, Any], arch: str, where: str) -> dict[str, An
     found: dict[str, Any] = {"sliding_window": window}
     if pattern is None or window is None:
         return found
-    count = int(metadata.get(f"{arch}.block_count", 0))
+    if isinstance(pattern, (str, float)):
+        raise ConfigError(
+            f"{where}: {arch}.attention.sliding_window_pattern is {pattern!r}; this version "
+            "supports a period or a flag for each layer"
+        )
+    layers = {"num_hidden_layers": metadata.get(f"{arch}.block_count")}
+    count = ConfigReader(layers, where, {"num_hidden_layers": f"{arch}.block_count"}).count(
+        "num_hidden_layers"
+    )
     if isinstance(pattern, int):
         slides = [layer % pattern < pattern - 1 if pattern else True for layer in range(count)]
     elif len(pattern) == count:
@@ -125,10 +163,20 @@ def _rope_scaling(
     arch: str,
     tensor_shapes: Mapping[str, Collection[int]],
     vector: Callable[[str], list[float]],
+    where: str,
 ) -> dict[str, Any] | None:
+    """A factor without a type is a linear one, as in llama.cpp."""
     prefix = f"{arch}.rope.scaling."
-    kind = metadata.get(prefix + "type", "none")
+    factor = metadata.get(prefix + "factor")
+    kind = metadata.get(prefix + "type", "linear" if factor else "none")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: {prefix}type is no name but a {type(kind).__name__}")
     original = metadata.get(prefix + "original_context_length")
+    if (_LONG in tensor_shapes) != (_SHORT in tensor_shapes):
+        there, absent = (_LONG, _SHORT) if _LONG in tensor_shapes else (_SHORT, _LONG)
+        raise ConfigError(
+            f"{where}: {there} is there, {absent} is missing; convert the model again"
+        )
     if "rope_freqs.weight" in tensor_shapes:
         return {"rope_type": "gguf_tensor"}
     if _LONG in tensor_shapes and _SHORT in tensor_shapes:
@@ -141,7 +189,7 @@ def _rope_scaling(
         }
     if kind == "none":
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.get(prefix + "factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if original:
         scaling["original_max_position_embeddings"] = original
     return scaling
