@@ -88,7 +88,10 @@ def compiled(
     environment: jinja2.Environment, tree: jinja2.nodes.Template, name: str
 ) -> jinja2.Template:
     """``tree``, which is changed, as a template whose loops and strings count."""
-    return _refusing(name, lambda: environment.from_string(_Counting().visit(tree)))
+    template: jinja2.Template = _refusing(
+        name, lambda: environment.from_string(_Counting().visit(tree))
+    )
+    return template
 
 
 def _refusing(name: str, make: Callable[[], Any]) -> Any:

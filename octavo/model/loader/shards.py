@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from octavo.checkpoint.json_file import read_object
 from octavo.types import ConfigError
@@ -37,7 +38,7 @@ _SIZES = {
 }
 
 
-def check_place(file: Path, name: str, kind: object, shape: object, offsets: object) -> None:
+def check_place(file: Path, name: str, kind: object, shape: object, offsets: Any) -> None:
     """Raises ConfigError where a header's entry is not a type's name, a shape and two offsets."""
     is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
     are_offsets = isinstance(offsets, list) and [type(n) for n in offsets] == [int, int]
