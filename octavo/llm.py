@@ -8,7 +8,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -447,18 +447,26 @@ class _Progress:
             self._bar.update(self._task, advance=len(outputs.finished), speed=speed)
 
 
+_PROMPTS = "a text, a list of token ids, or a dict with prompt or prompt_token_ids"
+
+
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: a list of ints is one prompt."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"a prompt is {prompts!r}; it must be {_PROMPTS}")
     entries: list[Any] = list(prompts)
     return [entries] if entries and isinstance(entries[0], int) else entries
 
 
 def _ids(prompt: Any) -> list[int]:
     """A copy: the caller may change its own."""
-    ids: list[int] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    return ids
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Iterable):
+        raise InvalidRequest(f"a prompt is {prompt!r}; it must be {_PROMPTS}")
+    return list(prompt)
 
 
 def _log_progress(phase: str, share: float, num_bytes: int = 0) -> None:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,15 @@ def test_a_refused_prompt_leaves_nothing_of_the_others_in_the_engine(llm: LLM) -
     with pytest.raises(InvalidRequest):
         llm.generate([PROMPT, [10**6]], SHORT, use_tqdm=False)
     assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, [None], [5.5], {"prompt": None}, {"prompt_token_ids": 5}], ids=str
+)
+def test_what_is_no_prompt_is_named(llm: LLM, prompt: Any) -> None:
+    for call in (llm.generate, llm.embed):
+        with pytest.raises(InvalidRequest, match="a list of token ids"):
+            call(prompt, use_tqdm=False)
 
 
 def test_a_closed_llm_says_so(model_r: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 MAX_ARRAY_DEPTH = 4
+MAX_NAME_BYTES = 65_535  # of a metadata key, by the specification; tensors' are shorter
 
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 # Value type of the specification -> its little-endian numpy form.
@@ -59,6 +61,14 @@ class GGUFTensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+
+
+def whole_number(metadata: Mapping[str, Any], key: str, where: str | Path, default: int) -> int:
+    """An integer of a file's metadata. Raises ConfigError for a value of another type."""
+    value = metadata.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{where}: {key} is a {type(value).__name__}, not an integer")
+    return value
 
 
 class GGUFFile:
@@ -94,10 +104,13 @@ class GGUFFile:
         num_pairs = header.u64("the metadata count")
         self.metadata: dict[str, Any] = {}
         for index in range(num_pairs):
-            key = header.string(f"metadata key {index} of {num_pairs}")
+            key = header.name(f"metadata key {index} of {num_pairs}")
             self.metadata[key] = header.value(header.u32(key), key)
         self._header = header
         self._tensors_at = header.position
+
+    def _integer(self, key: str, default: int) -> int:
+        return whole_number(self.metadata, key, self.path, default)
 
     @cached_property
     def tensors(self) -> dict[str, GGUFTensor]:
@@ -112,7 +125,7 @@ class GGUFFile:
                         f"{tensor.file.name}; fetch the parts again"
                     )
                 found[name] = tensor
-        total = int(self.metadata.get("split.tensors.count", len(found)))
+        total = self._integer("split.tensors.count", len(found))
         if total != len(found):
             raise ConfigError(
                 f"{self.path}: its {len(self._parts)} parts hold {len(found)} tensors, the model "
@@ -123,11 +136,11 @@ class GGUFFile:
     @cached_property
     def _parts(self) -> dict[Path, GGUFFile]:
         """This file and, of a split model, the others."""
-        count = int(self.metadata.get("split.count", 1))
+        count = self._integer("split.count", 1)
         if count <= 1:
             return {self.path: self}
         paths = parts_of(self.path)
-        if len(paths) != count or int(self.metadata.get("split.no", 0)) != 0:
+        if len(paths) != count or self._integer("split.no", 0) != 0:
             raise ConfigError(
                 f"{self.path}: one of {count} parts of a split model; name the first, which is "
                 f"called NAME-00001-of-{count:05}.gguf"
@@ -152,13 +165,13 @@ class GGUFFile:
         header.position = self._tensors_at
         entries = []
         for index in range(self._num_tensors):
-            name = header.string(f"tensor name {index} of {self._num_tensors}")
+            name = header.name(f"tensor name {index} of {self._num_tensors}")
             rank = header.u32(name)
             if rank > MAX_DIMENSIONS:
                 raise ConfigError(f"{self.path}: tensor {name} has {rank} dimensions (at most 4)")
             shape = tuple(header.u64(name) for _ in range(rank))[::-1]
             entries.append((name, shape, header.u32(name), header.u64(name)))
-        alignment = int(self.metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        alignment = self._integer("general.alignment", DEFAULT_ALIGNMENT)
         if alignment < 1 or alignment & (alignment - 1):
             raise ConfigError(
                 f"{self.path}: general.alignment is {alignment}; it must be a power of two"
@@ -237,6 +250,13 @@ class _Header:
         length = self.u64(what)
         begin = self.take(length, what)
         return str(self.view[begin : self.position], "utf-8", "replace")
+
+    def name(self, what: str) -> str:
+        """One that may be shown: raises ConfigError for what no converter writes."""
+        found = self.string(what)
+        if not found.isprintable() or len(found) > MAX_NAME_BYTES:
+            raise ConfigError(f"{self.path}: damaged: {what} is {found[:40]!r}; fetch it again")
+        return found
 
     def value(self, kind: int, key: str, depth: int = 0) -> Any:
         if kind == _STRING:

@@ -47,7 +47,12 @@ def locate(
         ConfigError: nothing usable is there; the message names it and says what to do.
     """
     path = Path(model).expanduser()
-    if path.exists():
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"model {model[:80]!r}: no path of a file ({reason})") from None
+    if exists:
         return _local(model, path)
     if _looks_like_path(model):
         raise ConfigError(f"model {model}: no such file or directory{_nearest_sibling(path)}")
@@ -80,6 +85,8 @@ def _local(model: str, path: Path) -> ModelFiles:
     try:
         if path.is_dir():
             return _directory(model, path)
+        if not path.is_file():  # to read a pipe is to wait for ever
+            raise ConfigError(f"model {model}: neither a file nor a directory")
         with open(path, "rb") as handle:
             magic = handle.read(4)
     except OSError as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.gguf import whole_number
 from octavo.checkpoint.json_file import read_object
 from octavo.checkpoint.sentencepiece_model import PieceType, read_sentencepiece_model
 from octavo.types import ConfigError
@@ -18,12 +19,12 @@ _TURN_ENDS = {
 }
 
 
-def gguf_eos_ids(metadata: Mapping[str, Any]) -> list[int]:
+def gguf_eos_ids(metadata: Mapping[str, Any], where: str | Path = "GGUF") -> list[int]:
     """A GGUF file's eos, eot and eom ids. Many files name only the first, which some models never
     write in a chat: a token that is known to end turns, and does in the file's own chat template,
-    is taken for one that is not named."""
+    is taken for one that is not named. Raises ConfigError for an id that is no integer."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    found = [int(metadata[key]) for key in keys if metadata.get(key) is not None]
+    found = [whole_number(metadata, key, where, 0) for key in keys if key in metadata]
     if "tokenizer.ggml.eot_token_id" not in metadata:
         found += _ends_of_turns(metadata)
     return list(dict.fromkeys(found))
@@ -32,7 +33,7 @@ def gguf_eos_ids(metadata: Mapping[str, Any]) -> list[int]:
 def _ends_of_turns(metadata: Mapping[str, Any]) -> list[int]:
     template = metadata.get("tokenizer.chat_template")
     tokens, types = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    if not isinstance(template, str) or not tokens or types is None:
+    if not isinstance(template, str) or not isinstance(tokens, list) or types is None:
         return []
     found = {
         token: index

@@ -40,10 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(tokens)
     except ConfigError as error:
-        print(f"octavo: {error}", file=sys.stderr)
+        print(f"octavo: {_line(error)}", file=sys.stderr)
         return 2
     except OctavoError as error:
-        print(f"octavo: {error}", file=sys.stderr)
+        print(f"octavo: {_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\noctavo: interrupted", file=sys.stderr)
@@ -51,6 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output is gone (`octavo models | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 1
+
+
+def _line(error: OctavoError) -> str:
+    """In one line, and without what would steer a terminal: names in it come from files."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(error))
 
 
 def _dispatch(tokens: list[str]) -> int:

@@ -30,7 +30,7 @@ def start_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Exec
         threads=found.threads,
         vocab_size=found.vocab_size,
         max_model_len=found.max_model_len,
-        eos_ids=sorted({*eos_ids(path, config.model.hf_overrides), *tokenizer_eos_ids(path)}),
+        eos_ids=_eos_ids(config, path, found.vocab_size),
         block_size=found.block_size,
         num_blocks=found.num_blocks,
         kv_cache_bytes=found.kv_cache_bytes,
@@ -44,6 +44,22 @@ def start_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Exec
         device_kind=found.device_kind,
     )
     return Engine(config, info, executor), executor
+
+
+def _eos_ids(config: EngineConfig, path: Path, vocab_size: int) -> list[int]:
+    """Raises ConfigError for an id that the model has no logit of: no answer would ever end."""
+    stated = eos_ids(path, config.model.hf_overrides)
+    by_tokenizer = tokenizer_eos_ids(path)
+    for ids, remedy in (
+        (stated, "set it with --hf-overrides.eos_token_id, or mend generation_config.json"),
+        (by_tokenizer, "use the tokenizer files that belong to this model"),
+    ):
+        if outside := [index for index in ids if not 0 <= index < vocab_size]:
+            raise ConfigError(
+                f"{path}: end-of-sequence id {outside[0]} is outside the model's vocabulary of "
+                f"{vocab_size:,} tokens; {remedy}"
+            )
+    return sorted({*stated, *by_tokenizer})
 
 
 def _default_sampling(config: EngineConfig, path: Path) -> dict[str, object]:

@@ -83,7 +83,7 @@ def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> lis
         override = (overrides or {}).get("eos_token_id")
         if override is not None:
             metadata.pop("tokenizer.ggml.eos_token_id", None)
-        values = [override, gguf_eos_ids(metadata)]
+        values = [override, gguf_eos_ids(metadata, path)]
     else:
         values = [
             source.get("eos_token_id")

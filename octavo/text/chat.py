@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from octavo.text import sandbox
 from octavo.text.content import (
     ContentFormat,
     MessageForm,
@@ -113,23 +107,18 @@ class ChatTemplate:
     ) -> None:
         if isinstance(sources, str):
             sources = {DEFAULT: sources}
-        environment = _environment()
+        environment = sandbox.Sandbox()
         self._sources = sources
         self._templates: dict[str, jinja2.Template] = {}
         self._forms: dict[str, MessageForm] = {}
         self.variables: set[str] = set()  # that any of the templates reads
         for name, source in sources.items():
-            try:
-                tree = environment.parse(source)
-                self._templates[name] = environment.from_string(tree)
-                self.variables |= jinja2.meta.find_undeclared_variables(tree)
-            except jinja2.TemplateError as error:
-                line = getattr(error, "lineno", None)
-                at = f", line {line}" if line else ""
-                raise ConfigError(f"the chat template {name!r}{at}: {error.message}") from None
+            tree, variables = sandbox.parse(environment, source, name)
+            self.variables |= variables
             auto = content_format == "auto"
             contents = detect_content_format(tree) if auto else ContentFormat(content_format)
             self._forms[name] = MessageForm(contents, asks_for_null(tree))
+            self._templates[name] = sandbox.compiled(environment, tree, name)
         self._tokenizer = tokenizer
         for name, form in self._forms.items():
             if self._wants_text_of_calls(name):
@@ -236,7 +225,7 @@ class ChatTemplate:
             "add_generation_prompt": True,
         }
         try:
-            text = self._templates[name].render(variables)
+            text = sandbox.render(self._templates[name], variables)
         except Exception:  # a template is a program: it can fail in any way
             return False
         return '"pq": "xj"' in text or '"pq":"xj"' in text
@@ -253,7 +242,7 @@ class ChatTemplate:
             request = {**request, "messages": _with_mark(request["messages"], mark)}
         variables = {**self._tokenizer.vocabulary.named_tokens, **request}
         try:
-            text = self._templates[self._choose(request["tools"])].render(variables)
+            text = sandbox.render(self._templates[self._choose(request["tools"])], variables)
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"chat template: {error.message}", "messages") from None
         except Exception as error:  # a template is a program: it can fail in any way
@@ -359,34 +348,3 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_map_strings(item, change) for item in value]
     return value
-
-
-# ---- the Jinja environment, as chat templates expect it ----
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``: marks answers for training; here it is just its content."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

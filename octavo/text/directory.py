@@ -4,6 +4,7 @@ tokenizer_config.json and chat template files beside it."""
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from octavo.text.pieces import sentencepiece_backend
 from octavo.text.vocabulary import PrefixSpace, Spelling, Vocabulary
 from octavo.types import ConfigError
 
+MOST_IDS = 1 << 24  # the library sets aside memory for each id below the highest
 _NAMES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
 
@@ -46,6 +48,12 @@ def _from_tokenizer_json(directory: Path) -> Vocabulary:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    token, highest = max(backend.get_vocab().items(), key=itemgetter(1), default=("", 0))
+    if highest >= MOST_IDS:
+        raise ConfigError(
+            f"{path}: token {token!r} has id {highest:,}; this version supports ids below "
+            f"{MOST_IDS:,}"
+        )
     backend.no_truncation()
     backend.no_padding()
     settings = read_object(directory / "tokenizer_config.json", missing_ok=True)
@@ -203,6 +211,8 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
         templates["default"] = declared
     elif isinstance(declared, list):
         templates = {item["name"]: item["template"] for item in declared}
+        if not all(isinstance(text, str) for pair in templates.items() for text in pair):
+            raise TypeError("chat_template holds a name or template that is no text")
     in_json = read_object(directory / "chat_template.json", missing_ok=True).get("chat_template")
     if isinstance(in_json, str):
         templates["default"] = in_json

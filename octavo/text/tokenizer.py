@@ -220,7 +220,13 @@ class Tokenizer:
         if unknown in renamed:
             content["model"]["unk_token"] = renamed[unknown]
         content["post_processor"] = None
-        return Backend.from_str(json.dumps(content))
+        try:
+            return Backend.from_str(json.dumps(content))
+        except Exception as error:  # the library raises bare Exception
+            raise InvalidRequest(
+                "the text spells a control token, which this tokenizer cannot cut into others "
+                f"({error}); leave it out, or serve with --allow-special-tokens-in-content"
+            ) from None
 
 
 def _encode(backend: Backend, text: str) -> list[int]:

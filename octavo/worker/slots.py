@@ -57,10 +57,14 @@ class Slots:
         self.vocab_size = vocab_size
         self.max_blocks = -(-(max_len + 1) // block_size)
 
-        self.history = torch.zeros(max_slots, max_len + 1, dtype=torch.int32)
-        self.block_table = torch.zeros(max_slots, self.max_blocks, dtype=torch.int32)
-        self.output_counts = torch.zeros(max_slots, vocab_size, dtype=torch.int32)
-        self.prompt_mask = torch.zeros(max_slots, vocab_size, dtype=torch.bool)
+        def table(columns: int, dtype: type) -> Tensor:
+            """Of zeros that nobody has written: torch's own would write them."""
+            return torch.from_numpy(np.zeros((max_slots, columns), dtype=dtype))
+
+        self.history = table(max_len + 1, np.int32)
+        self.block_table = table(self.max_blocks, np.int32)
+        self.output_counts = table(vocab_size, np.int32)
+        self.prompt_mask = table(vocab_size, np.bool_)
         self.history_host: NDArray[np.int32] = self.history.numpy()
         self.block_table_host: NDArray[np.int32] = self.block_table.numpy()
 

@@ -55,6 +55,13 @@ def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
     assert str(tmp_path) in done.stderr and "Traceback" not in done.stderr
 
 
+def test_what_would_steer_a_terminal_is_shown_as_it_is_spelled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["template-check", "./no\x1b[2J\nsuch"]) == 2
+    assert "model ./no\\x1b[2J\\nsuch: no such file" in capsys.readouterr().err
+
+
 def test_version() -> None:
     assert octavo("--version").stdout.strip() == __version__
 

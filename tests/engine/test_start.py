@@ -1,4 +1,4 @@
-"""Sampling defaults are checked once, at the start: no request pays for a bad one."""
+"""Sampling defaults and the ids that end answers are checked once, at the start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.engine.start import _default_sampling
+from octavo.engine.start import _default_sampling, _eos_ids
 from octavo.types import ConfigError
 
 
@@ -44,3 +44,20 @@ def test_the_operators_sampling_defaults_win_over_the_checkpoints(tmp_path: Path
 def test_unusable_sampling_defaults_end_the_start(tmp_path: Path, model: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         defaults(tmp_path, **model)
+
+
+@pytest.mark.parametrize("eos", [320, -1, 10**18, [1, 320]])
+def test_an_eos_outside_the_vocabulary_ends_the_start(tmp_path: Path, eos: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ConfigError, match="outside the model's vocabulary of 320 tokens"):
+        _eos_ids(EngineConfig(), tmp_path, 320)
+
+
+def test_an_eos_of_another_models_tokenizer_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    content = {"added_tokens": [{"id": 400, "content": "</s>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="the tokenizer files that belong to this model"):
+        _eos_ids(EngineConfig(), tmp_path, 320)
+    assert _eos_ids(EngineConfig(), tmp_path, 401) == [400]

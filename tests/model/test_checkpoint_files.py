@@ -110,7 +110,7 @@ def test_what_the_index_does_not_name_is_told_as_unused(bare):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("{", "not a valid index"),
+        ("{", "not valid JSON"),
         ('{"weight_map": 5}', "not a valid index"),
         ('{"weight_map": {"a": 5}}', "not a valid index"),
         ('{"weight_map": {"a": "../x.safetensors"}}', "names '../x.safetensors', which is no file"),

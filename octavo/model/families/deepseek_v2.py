@@ -18,7 +18,7 @@ def build(config: ConfigReader) -> DecoderSpec:
     grouped = method == "group_limited_greedy"
     router = read_router(
         config,
-        config.integer("n_routed_experts"),
+        config.count("n_routed_experts"),
         renormalize=False,
         scale=config.number("routed_scaling_factor", 1.0),
         groups=config.integer("n_group") if grouped else 1,

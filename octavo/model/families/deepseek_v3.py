@@ -16,7 +16,7 @@ def build(config: ConfigReader) -> DecoderSpec:
     config.choice("topk_method", ("noaux_tc",), "noaux_tc")
     router = read_router(
         config,
-        config.integer("n_routed_experts"),
+        config.count("n_routed_experts"),
         score="sigmoid",
         renormalize=config.boolean("norm_topk_prob", True),
         scale=config.number("routed_scaling_factor"),

@@ -77,7 +77,7 @@ def build_decoder(
         embedding=embedding or read_embedding(config),
         layers=tuple(
             LayerSpec(mixer(layer), mlp(layer), around, around)
-            for layer in range(config.integer("num_hidden_layers"))
+            for layer in range(config.count("num_hidden_layers"))
         ),
         norm=norm if final_norm else None,
         max_position=longest,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from octavo.model.families.catalogue import family_of_gguf
+from octavo.model.families.reading import ConfigReader
 from octavo.types import ConfigError
 
 # config.json key -> metadata key after the architecture's name. A family reads those that it has.
@@ -32,6 +33,13 @@ _KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+# Of a single value each, as those of _KEYS. What llama.cpp has for each layer is refused.
+_SINGLE = (
+    *_KEYS.values(),
+    *("rope.dimension_count", "rope.scale_linear", "rope.scaling.factor"),
+    *("rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    *("rope.scaling.original_context_length", "attention.sliding_window"),
+)
 # What would change the maths and is read by no family -> the value with which it does not.
 _NEUTRAL = {
     "attention.causal": True,
@@ -57,6 +65,7 @@ def config_from_gguf(
         raise ConfigError(f"{where}: general.architecture is missing; this GGUF holds no model")
     if "token_embd.weight" not in tensor_shapes:
         raise ConfigError(f"{where}: token_embd.weight is missing; this GGUF holds no weights")
+    _check(metadata, arch, where)
     count = metadata.get(f"{arch}.expert_count") or 0
     family = family_of_gguf("llama with experts" if arch == "llama" and count else arch, where)
     if count and not family.gguf_experts:
@@ -64,8 +73,6 @@ def config_from_gguf(
             f"{where}: {arch}.expert_count is {count}; this version reads experts from GGUF files "
             "of llama (Mixtral) and qwen3moe alone"
         )
-    for suffix, neutral in _NEUTRAL.items():
-        _check_neutral(metadata, f"{arch}.{suffix}", neutral, where)
     config: dict[str, Any] = {"architectures": [family.architectures[0]]}
     for key, suffix in _KEYS.items():
         value = metadata.get(f"{arch}.{suffix}")
@@ -89,9 +96,22 @@ def config_from_gguf(
     return family.from_gguf(config)
 
 
+def _check(metadata: Mapping[str, Any], arch: str, where: str) -> None:
+    """Raises ConfigError where a single number is something else, and for what is not computed."""
+    for key in _SINGLE:
+        value = metadata.get(f"{arch}.{key}")
+        if value is not None and not isinstance(value, (int, float)):
+            several = (
+                "has a value for each layer" if not isinstance(value, str) else f"is {value!r}"
+            )
+            raise ConfigError(f"{where}: {arch}.{key} {several}; this version supports one number")
+    for key, neutral in _NEUTRAL.items():
+        _check_neutral(metadata, f"{arch}.{key}", neutral, where)
+
+
 def _check_neutral(metadata: Mapping[str, Any], key: str, neutral: object, where: str) -> None:
     value = metadata.get(key, neutral)
-    if value != neutral:
+    if not isinstance(value, (int, float)) or value != neutral:
         raise ConfigError(f"{where}: {key} is {value!r}; this version supports {neutral!r}")
 
 
@@ -103,7 +123,15 @@ def _windows(metadata: Mapping[str, Any], arch: str, where: str) -> dict[str, An
     found: dict[str, Any] = {"sliding_window": window}
     if pattern is None or window is None:
         return found
-    count = int(metadata.get(f"{arch}.block_count", 0))
+    if isinstance(pattern, (str, float)):
+        raise ConfigError(
+            f"{where}: {arch}.attention.sliding_window_pattern is {pattern!r}; this version "
+            "supports a period or a flag for each layer"
+        )
+    layers = {"num_hidden_layers": metadata.get(f"{arch}.block_count")}
+    count = ConfigReader(layers, where, {"num_hidden_layers": f"{arch}.block_count"}).count(
+        "num_hidden_layers"
+    )
     if isinstance(pattern, int):
         slides = [layer % pattern < pattern - 1 if pattern else True for layer in range(count)]
     elif len(pattern) == count:
@@ -144,12 +172,19 @@ def _rope_scaling(
     vector: Callable[[str], list[float]],
     where: str,
 ) -> dict[str, Any] | None:
-    """As a config.json has it. A file that gives a factor and no type means linear; those of 2023
-    have the factor under another key."""
+    """As a config.json has it. A file that gives a factor and no type means linear, as in
+    llama.cpp; those of 2023 have the factor under another key."""
     prefix = f"{arch}.rope.scaling."
     factor = metadata.get(prefix + "factor") or metadata.get(f"{arch}.rope.scale_linear")
     kind = metadata.get(prefix + "type", "linear" if factor else "none")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: {prefix}type is no name but a {type(kind).__name__}")
     original = metadata.get(prefix + "original_context_length")
+    if (_LONG in tensor_shapes) != (_SHORT in tensor_shapes):
+        there, absent = (_LONG, _SHORT) if _LONG in tensor_shapes else (_SHORT, _LONG)
+        raise ConfigError(
+            f"{where}: {there} is there, {absent} is missing; convert the model again"
+        )
     if _LONG in tensor_shapes and _SHORT in tensor_shapes:
         return {
             "rope_type": "longrope",

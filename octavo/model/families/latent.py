@@ -44,7 +44,7 @@ def build_latent(config: ConfigReader, router: RouterSpec, mlp_bias: bool = Fals
     spec = build_decoder(
         config, lambda layer: mla, lambda layer: mlp if layer < dense else moe, longest
     )
-    return replace(spec, draft_layers=config.integer("num_nextn_predict_layers", 0, low=0))
+    return replace(spec, draft_layers=config.count("num_nextn_predict_layers", 0, low=0))
 
 
 def read_mla(config: ConfigReader) -> tuple[MLASpec, int]:

@@ -13,7 +13,7 @@ def windows_of(config: ConfigReader) -> list[int | None]:
     """``use_sliding_window``: layers from ``max_window_layers`` on get ``sliding_window``."""
     window = config.integer("sliding_window", 4096)
     if not config.boolean("use_sliding_window", False) or config.is_null("sliding_window"):
-        return [None] * config.integer("num_hidden_layers")
+        return [None] * config.count("num_hidden_layers")
     first = config.integer("max_window_layers", 28, low=0)
     return read_windows(config, window, lambda layer: layer >= first)
 

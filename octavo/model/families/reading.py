@@ -22,6 +22,10 @@ from octavo.model.spec import (
 from octavo.types import ConfigError
 
 _MISSING = object()
+MOST = 1 << 40  # of any integer: no size of a model comes near it
+MOST_NUMBER = 1e30  # FP32 can hold it
+MOST_PARTS = 10_000  # layers, experts of a layer: each is built by itself
+MOST_SHOWN = 120  # characters of a value in an error
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -54,19 +58,25 @@ class ConfigReader:
         """Whether it says null, not nothing."""
         return key in self.values and self.values[key] is None
 
-    def integer(self, key: str, default: Any = _MISSING, low: int = 1) -> int:
+    def integer(self, key: str, default: Any = _MISSING, low: int = 1, high: int = MOST) -> int:
         value = self._get(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.error(key, value, f"an integer of at least {low}")
+        if value > high:
+            raise self.error(key, value, f"at most {high:,}")
         return value
+
+    def count(self, key: str, default: Any = _MISSING, low: int = 1) -> int:
+        """Of parts that are built one by one: a number of layers or experts."""
+        return self.integer(key, default, low, MOST_PARTS)
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         value = self._get(key, default)
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or value <= 0:
-            raise self.error(key, value, "a finite number above 0")
+        if not good or not 0 < value <= MOST_NUMBER:
+            raise self.error(key, value, f"a number above 0, at most {MOST_NUMBER:g}")
         return float(value)
 
     def optional_number(self, key: str, default: float | None) -> float | None:
@@ -77,13 +87,14 @@ class ConfigReader:
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         values = self._get(key, _MISSING)
         good = isinstance(values, (list, tuple)) and len(values) == count
-        if not good or not all(isinstance(x, (int, float)) and x > 0 for x in values):
+        if not good or not all(map(_is_factor, values)):
             raise self.error(key, values, f"a list of {count} numbers above 0")
         return tuple(float(x) for x in values)
 
     def mapping(self, key: str, allowed: Iterable[str] | None = None) -> Mapping[str, Any]:
         """A JSON object, empty for null; ``allowed``: its keys."""
-        value = self.values.get(key) or {}
+        value = self.values.get(key)
+        value = {} if value is None else value
         if not isinstance(value, Mapping):
             raise self.error(key, value, "null or a JSON object")
         if allowed is not None and (others := set(value).difference(allowed)):
@@ -112,7 +123,10 @@ class ConfigReader:
 
     def error(self, key: str, value: object, wanted: str) -> ConfigError:
         key = self.own.get(key, key)
-        return ConfigError(f"{self.where}: {key} is {value!r}; this version supports {wanted}")
+        shown = repr(value)
+        if len(shown) > MOST_SHOWN:
+            shown = f"{shown[:MOST_SHOWN]}… ({len(shown):,} characters)"
+        return ConfigError(f"{self.where}: {key} is {shown}; this version supports {wanted}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
@@ -121,6 +135,11 @@ class ConfigReader:
         if value is _MISSING:
             raise ConfigError(f"{self.where}: {key} is missing")
         return value
+
+
+def _is_factor(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf  # type: ignore[operator]
 
 
 # What config.json calls an activation -> ours.
@@ -246,12 +265,12 @@ def read_windows(
 ) -> list[int | None]:
     """The sliding window of each layer: of those that ``layer_types`` calls sliding, or where the
     config has no such list, of those that ``slides`` says."""
-    count = config.integer("num_hidden_layers")
+    count = config.count("num_hidden_layers")
     types = config.values.get("layer_types")
     if types is None:
         return [window if slides(layer) else None for layer in range(count)]
-    known = isinstance(types, list) and all(kind in LAYER_TYPES for kind in types)
-    if not known or len(types) != count:
+    good = isinstance(types, list) and len(types) == count
+    if not good or any(kind not in LAYER_TYPES for kind in types):
         raise config.error("layer_types", types, f"{count} of {', '.join(LAYER_TYPES)}")
     return [window if kind == LAYER_TYPES[1] else None for kind in types]
 

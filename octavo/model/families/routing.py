@@ -11,8 +11,12 @@ from octavo.model.spec import FeedForwardSpec, MLPSpec, MoESpec, RouterSpec
 
 def read_num_experts(config: ConfigReader) -> int:
     """Repositories say ``num_experts`` or ``num_local_experts``, by family and age."""
-    key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
-    return config.integer(key)
+    keys = [key for key in ("num_local_experts", "num_experts") if config.has(key)]
+    counts = [config.count(key) for key in keys or ["num_experts"]]
+    if counts[0] != counts[-1]:
+        wanted = f"one value: {keys[0]} is {counts[0]}"
+        raise config.error(keys[-1], counts[-1], wanted)
+    return counts[0]
 
 
 def read_silu(config: ConfigReader) -> None:

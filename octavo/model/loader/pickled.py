@@ -78,6 +78,11 @@ def _stored(file: Path, size: int, name: object, value: object) -> Stored:
             f"{file}: {name!r} is a {type(value).__name__}, not a tensor: a checkpoint of weights "
             "holds tensors by name (a training checkpoint must be converted first)"
         )
+    if value.is_neg() or value.is_conj():
+        raise ConfigError(
+            f"{file}: {name} is stored as a view that negates or conjugates what lies there; save "
+            "it resolved, or convert it to safetensors"
+        )
     if not value.is_contiguous():
         raise ConfigError(
             f"{file}: {name} {list(value.shape)} is stored with strides {list(value.stride())}; "

@@ -22,7 +22,15 @@ from octavo.checkpoint.mapped import forget_read
 from octavo.model.families.family import Family
 from octavo.model.families.names import Place, find
 from octavo.model.loader.experts import Piece, StoredExperts
-from octavo.model.loader.shards import Headers, Stored, check_size, read_checkpoint
+from octavo.model.loader.shards import (
+    Headers,
+    Stored,
+    check_apart,
+    check_place,
+    check_size,
+    read_checkpoint,
+    same_bytes,
+)
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec
 from octavo.types import ConfigError
@@ -59,6 +67,7 @@ class SafetensorsSource:
         self._experts = StoredExperts(spec, family.experts, self._stored, left_out)
         self._uploader = uploader
         self._maps: dict[Path, mmap.mmap] = {}
+        self._check_tied()
 
     def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         return self._experts.pieces(name, shape)
@@ -114,6 +123,18 @@ class SafetensorsSource:
             return lambda: self._copied(tensor, lambda x: x.view(kind).view(piece.own_shape), kind)
         raw = self._uploader.begin(tensor.file, tensor.offset, tensor.num_bytes)
         return lambda: raw().view(kind).view(piece.own_shape)
+
+    def _check_tied(self) -> None:
+        """Raises ConfigError where the config ties the head to an embedding that differs from it:
+        transformers would not tie them then, other loaders leave the head out."""
+        names = [self.place(f"{part}.weight").name for part in ("head", "embed")]
+        if not self.spec.embedding.tied or not all(name in self._stored for name in names):
+            return
+        if not same_bytes(*(self._stored[name] for name in names)):
+            raise ConfigError(
+                f"{self.where}: tie_word_embeddings holds, but {names[0]} differs from {names[1]}; "
+                "use it with --hf-overrides.tie_word_embeddings false, or remove it from the file"
+            )
 
     def close(self) -> None:
         self._maps.clear()
@@ -182,15 +203,17 @@ def _read_header(file: Path) -> dict[str, Stored]:
         tensors = {}
         for name, entry in header.items():
             low, high = entry["data_offsets"]
+            check_place(file, name, entry["dtype"], entry["shape"], entry["data_offsets"])
             tensors[name] = Stored(
                 file, entry["dtype"], tuple(entry["shape"]), 8 + length + low, high - low
             )
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file}: not a safetensors file: damaged header ({error})") from error
     for name, stored in tensors.items():
         check_size(name, stored)
+    check_apart(file, tensors)
     end = max((t.offset + t.num_bytes for t in tensors.values()), default=0)
     if end > size:
         raise ConfigError(

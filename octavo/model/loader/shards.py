@@ -3,12 +3,15 @@ so that a fault is told before memory is taken."""
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from octavo.checkpoint.json_file import read_object
 from octavo.types import ConfigError
 
 
@@ -23,6 +26,7 @@ class Stored:
     num_bytes: int
 
 
+_PIECE = 16 << 20
 Headers = Mapping[str, Stored]
 
 # Bytes of a value, by safetensors' name of its type; types of less than a byte are not among them.
@@ -32,6 +36,41 @@ _SIZES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
+
+
+def check_place(file: Path, name: str, kind: object, shape: object, offsets: Any) -> None:
+    """Raises ConfigError where a header's entry is not a type's name, a shape and two offsets."""
+    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    are_offsets = isinstance(offsets, list) and [type(n) for n in offsets] == [int, int]
+    if isinstance(kind, str) and is_shape and are_offsets and 0 <= offsets[0] <= offsets[1]:
+        return
+    raise ConfigError(
+        f"{file}: damaged header: {name} has dtype {kind!r}, shape {shape!r}, data_offsets "
+        f"{offsets!r}; download it again"
+    )
+
+
+def check_apart(file: Path, tensors: Headers) -> None:
+    """Raises ConfigError where two tensors of a file share bytes."""
+    placed = sorted(tensors.items(), key=lambda entry: (entry[1].offset, entry[1].num_bytes))
+    for (name, stored), (following, other) in pairwise(placed):
+        end = stored.offset + stored.num_bytes
+        if end > other.offset:
+            raise ConfigError(
+                f"{file}: damaged header: {name} ends at byte {end:,}, {following} begins at "
+                f"{other.offset:,}; download it again"
+            )
+
+
+def same_bytes(one: Stored, other: Stored) -> bool:
+    """Whether two tensors of one type and shape hold the same; reads both."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        sizes = (min(_PIECE, one.num_bytes - at) for at in range(0, one.num_bytes, _PIECE))
+        return all(first.read(size) == second.read(size) for size in sizes)
 
 
 def check_size(name: str, stored: Stored) -> None:
@@ -61,6 +100,9 @@ def read_checkpoint(
         return _indexed(directory, index, read)
     file = directory / single
     files = [file] if file.is_file() else sorted(directory.glob(pattern))
+    for found in files:
+        if not found.is_file():  # to read a pipe is to wait for ever
+            raise ConfigError(f"{found}: cannot be read: not a file, or a link to none")
     return _joined(directory, {file: read(file) for file in files})
 
 
@@ -99,15 +141,20 @@ def _indexed(directory: Path, index: Path, read: Callable[[Path], Headers]) -> d
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = read_object(index)["weight_map"]
         if not all(isinstance(place, str) for place in places.values()):
             raise TypeError("weight_map holds something other than file names")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{index}: not a valid index of shards: {error}") from None
-    outside = [place for place in places.values() if Path(place).name != place]
+    outside = [place for place in places.values() if not _is_file_name(place)]
     if outside:
-        raise ConfigError(f"{index}: names {outside[0]!r}, which is no file beside it")
+        raise ConfigError(f"{index}: names {outside[0][:80]!r}, which is no file beside it")
     return dict(places)
+
+
+def _is_file_name(place: str) -> bool:
+    is_name = Path(place).name == place and place not in ("", "..")
+    return is_name and "\0" not in place and len(os.fsencode(place)) <= 255
 
 
 def _joined(directory: Path, headers: Mapping[Path, Headers]) -> dict[str, Stored]:
