@@ -222,12 +222,6 @@ def test_metadata_that_changes_the_maths_is_refused(tmp_path, key, value, kind):
     assert key in refusal(read_spec, write_metadata(tmp_path / "m.gguf", (key, value, kind)))
 
 
-def test_a_rope_factor_without_a_type_is_linear_as_in_llama_cpp(tmp_path):
-    pair = ("llama.rope.scaling.factor", 4.0, TYPES.FLOAT32)
-    config = gguf_config(GGUFFile(write_metadata(tmp_path / "m.gguf", pair)))
-    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-
-
 def test_layers_without_number_are_refused_before_their_windows_are_listed(tmp_path):
     file = write_metadata(
         tmp_path / "m.gguf",
