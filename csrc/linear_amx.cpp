@@ -11,5 +11,5 @@ void octavo_linear_bf16_amx(const void* arguments) {
   octavo::multiply_dense_tiles<octavo::Avx512Bf16, octavo::Tiles>(arguments);
 }
 void octavo_linear_quantized_amx(const void* arguments) {
-  octavo::multiply_quantized_tiles<octavo::Vnni, octavo::Tiles, 12>(arguments);
+  octavo::multiply_quantized_tiles<octavo::Vnni, octavo::Tiles>(arguments);
 }

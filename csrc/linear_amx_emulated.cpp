@@ -11,5 +11,5 @@ void octavo_linear_bf16_amx_emulated(const void* arguments) {
   octavo::multiply_dense_tiles<octavo::Avx512Bf16, octavo::EmulatedTiles>(arguments);
 }
 void octavo_linear_quantized_amx_emulated(const void* arguments) {
-  octavo::multiply_quantized_tiles<octavo::Vnni, octavo::EmulatedTiles, 12>(arguments);
+  octavo::multiply_quantized_tiles<octavo::Vnni, octavo::EmulatedTiles>(arguments);
 }

@@ -161,12 +161,12 @@ class QuantizedTiles {
 // Up to about so many rows VPDPBUSD is as fast: it needs no unpacking, and no tile is half empty.
 constexpr int64_t kLeastTileRows = 24;
 
-template <class Isa, class Tiles, int MAX_ROWS>
+template <class Isa, class Tiles>
 void multiply_quantized_tiles(const void* arguments) {
   const auto& call = *static_cast<const OctavoLinearCall*>(arguments);
   const OctavoLinear& linear = *call.linear;
   if (*call.rows < kLeastTileRows || !TileLayout::fits(linear))
-    return multiply_quantized<Isa, MAX_ROWS>(arguments);
+    return octavo_linear_quantized_avx512vnni(arguments);
   const typename Tiles::Session session{TileShapes(4, 6, least(linear.group, kLine))};
   if (linear.bits == 4) {
     multiply<QuantizedTiles<Isa, Tiles, 4>>(arguments);
