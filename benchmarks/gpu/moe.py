@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import gpus, save
-from octavo.ops.moe import Routing
+from octavo.ops.routing import Routing
 from octavo.ops.triton.moe import TritonExperts
 from octavo.ops.triton.moe_plans import Plans, candidates
 from octavo.ops.triton.moe_route import route

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.model.linear import Linear
-from octavo.model.norm import RMSNorm
+from octavo.model.norm import Norm
 from octavo.model.rope import rotary_order
 from octavo.model.spec import GQASpec
 from octavo.model.states import AttentionStates, StateKey
@@ -61,10 +61,10 @@ class Attention:
         )
         self.qk_weight: Tensor | None = None  # [heads + kv_heads, d], of a norm of each head
         self.sinks: Tensor | None = None  # FP32 [heads]
-        self.qk_norms: list[RMSNorm] = []  # of projections
+        self.qk_norms: list[Norm] = []  # of projections
         if spec.qk_norm and spec.qk_norm_over == "projection":
             self.qk_norms = [
-                RMSNorm(f"{prefix}.{name}_norm", spec.qk_norm, size, ops["rms_norm"])
+                Norm(f"{prefix}.{name}_norm", spec.qk_norm, size, ops)
                 for name, size in zip("qk", self.widths)
             ]
 

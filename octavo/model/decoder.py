@@ -14,7 +14,7 @@ from octavo.model.batch import ForwardBatch
 from octavo.model.embedding import Embedding
 from octavo.model.layer import Layer, Part
 from octavo.model.linear import Linear
-from octavo.model.norm import make_norm
+from octavo.model.norm import Norm
 from octavo.model.recorded import RecordedLayers
 from octavo.model.spec import DecoderSpec
 from octavo.model.states import AttentionStates
@@ -75,7 +75,7 @@ class Model:
             for index, layer in enumerate(spec.layers)
         ]
         self._state_of = [self._states.index(layer.mixer.key) for layer in self.layers]
-        self.norm = make_norm("norm", spec.norm, spec.hidden_size, ops) if spec.norm else None
+        self.norm = Norm("norm", spec.norm, spec.hidden_size, ops) if spec.norm else None
         self._recorded: RecordedLayers | None = None
 
     def parts(self) -> list[Part]:

@@ -13,7 +13,7 @@ from octavo.model.linear import Linear
 from octavo.model.mla import LatentAttention
 from octavo.model.mlp import MLP
 from octavo.model.moe import MoE
-from octavo.model.norm import Norm, make_norm
+from octavo.model.norm import Norm
 from octavo.model.spec import (
     FeedForwardSpec,
     LayerSpec,
@@ -90,7 +90,7 @@ class Residual:
         ops: Operations,
     ) -> None:
         found = [
-            make_norm(f"{prefix}.{name}", norm, size, ops) if norm else None
+            Norm(f"{prefix}.{name}", norm, size, ops) if norm else None
             for name, norm in zip(names, (spec.before, spec.after, spec.outer))
         ]
         self.before, self.after, self.outer = found

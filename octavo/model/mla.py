@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.model.linear import Linear
-from octavo.model.norm import Norm, make_norm
+from octavo.model.norm import Norm
 from octavo.model.spec import MLASpec
 from octavo.model.states import AttentionStates, StateKey
 from octavo.ops.linear import Epilogue
@@ -58,13 +58,13 @@ class LatentAttention:
         self.query_up: Linear | None = None
         if spec.query_rank is not None:
             first = (f"{prefix}.q_down", spec.query_rank)
-            self.query_norm = make_norm(f"{prefix}.q_down_norm", spec.norm, spec.query_rank, ops)
+            self.query_norm = Norm(f"{prefix}.q_down_norm", spec.norm, spec.query_rank, ops)
             self.query_up = make_linear(((f"{prefix}.q_up", query_width),), spec.query_rank)
         self.widths = (first[1], spec.latent_dim, spec.rope_dim)
         self.down: Linear = make_linear(
             (first, (f"{prefix}.kv_down", geometry.cache_dim)), hidden_size
         )
-        self.latent_norm = make_norm(f"{prefix}.kv_down_norm", spec.norm, spec.latent_dim, ops)
+        self.latent_norm = Norm(f"{prefix}.kv_down_norm", spec.norm, spec.latent_dim, ops)
         self.out: Linear = make_linear(
             ((f"{prefix}.o", hidden_size),), spec.num_heads * spec.value_dim, epilogue=epilogue
         )

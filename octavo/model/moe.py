@@ -16,24 +16,11 @@ from torch import Tensor
 
 from octavo.model.linear import Linear
 from octavo.model.mlp import MLP
-from octavo.model.spec import MoESpec, RouterSpec
+from octavo.model.spec import MoESpec
 from octavo.ops.linear import Epilogue
-from octavo.ops.moe import ApplyExperts, OfExperts, Routing
+from octavo.ops.moe import ApplyExperts, OfExperts
 from octavo.quant.dense import Dense
 from octavo.quant.format import LinearVersions
-
-
-def routing_of(spec: RouterSpec) -> Routing:
-    return Routing(
-        spec.num_experts,
-        spec.top_k,
-        spec.score,
-        spec.renormalize,
-        spec.scale,
-        spec.groups,
-        spec.groups_kept,
-        spec.group_score,
-    )
 
 
 class Experts:
@@ -127,7 +114,6 @@ class MoE:
         self.prefix = prefix
         self.spec = spec
         self.route: Callable[..., tuple[Tensor, Tensor]] = ops["moe_route"]
-        self.routing = routing_of(spec.router)
         self.correction: Tensor | None = None
         self._experts = Experts(prefix, spec, hidden_size, ops["moe_experts"])
         to_scores = partial(
@@ -176,7 +162,7 @@ class MoE:
         """x: [T, hidden]. [T, hidden], added to ``residual`` (of the same shape) if given, which
         may be written over. ``slots``: int64 [T], negative for padding, which goes to no expert;
         None where there is none."""
-        ids, weights = self.route(self.router(x), self.routing, self.correction, slots)
+        ids, weights = self.route(self.router(x), self.spec.router, self.correction, slots)
         other = residual
         if self.shared and self.shared_gate:
             share = self.shared_gate(x).sigmoid().to(x.dtype)

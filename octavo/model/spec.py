@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.ops.routing import Routing
+
 
 @dataclass(frozen=True)
 class RMSNormSpec:
@@ -186,19 +188,10 @@ class PlainMLPSpec:
 
 
 @dataclass(frozen=True)
-class RouterSpec:
-    """How a token's ``top_k`` experts are chosen and weighed, in the words of
-    ``octavo.ops.moe.Routing``. ``corrected``: a number per expert is added to the scores for the
-    choice alone."""
+class RouterSpec(Routing):
+    """How a token's experts are chosen and weighed. ``bias``: the logits have one. ``corrected``: a
+    number per expert is added to the scores for the choice alone."""
 
-    num_experts: int
-    top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    groups_kept: int = 1
-    group_score: Literal["max", "top2"] = "max"
     bias: bool = False
     corrected: bool = False
 

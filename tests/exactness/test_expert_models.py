@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from tests.model.expert_families import FAMILIES
 from tests.model.running import write_checkpoint
-from tests.model.test_expert_families import FAMILIES
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

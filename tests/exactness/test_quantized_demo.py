@@ -80,10 +80,10 @@ class Loaded:
 
 def dense_tensors(model: Model) -> list[Tensor]:
     """What is kept beside packed weights: norms, and the embedding unless it is quantized."""
-    found = [norm.weight for layer in model.layers for norm in layer.norms]
+    found = [tensor for layer in model.layers for norm in layer.norms for tensor in norm.tensors]
     look_up = model.embedding._look_up
     embedding = [look_up.args[1]] if hasattr(look_up, "args") else []
-    return [*found, model.norm.weight, *embedding]
+    return [*found, *model.norm.tensors, *embedding]
 
 
 @pytest.fixture(scope="module")

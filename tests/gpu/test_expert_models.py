@@ -24,8 +24,8 @@ pytest.importorskip("triton")
 from octavo import LLM, SamplingParams
 from octavo.types import RequestOutput
 from octavo.worker import device
+from tests.model.expert_families import FAMILIES
 from tests.model.running import write_checkpoint
-from tests.model.test_expert_families import FAMILIES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import moe, registry
-from octavo.ops.moe import Routing
+from octavo.ops.routing import Routing
 from octavo.ops.triton.moe_sort import sort_by_expert
 from tests.ops.comparing import assert_close
 from tests.ops.moe_cases import MIXTRAL, QWEN3, ROUTINGS, Weights, random_choice

@@ -14,8 +14,8 @@ from octavo.model import decoder
 from octavo.model.batch import ForwardBatch
 from octavo.model.versions import choose_versions
 from octavo.ops import registry
+from tests.model.expert_families import FAMILIES
 from tests.model.running import all_logits, load, make_batch, random_ids, write_checkpoint
-from tests.model.test_expert_families import FAMILIES
 
 INTERPRETED = ("paged_attention", "paged_latent_attention", "moe_route", "moe_experts")
 

@@ -21,8 +21,8 @@ from octavo.model.moe import Expert
 from octavo.ops import moe, registry
 from octavo.types import ConfigError
 from tests.fixtures.gguf_files import add_geometry, to_gguf_rows
+from tests.model.expert_families import DEEPSEEK, FAMILIES, GPT_OSS
 from tests.model.running import all_logits, load, random_ids, reference_logits, write_checkpoint
-from tests.model.test_expert_families import DEEPSEEK, FAMILIES, GPT_OSS
 from tests.model.test_loader import edit_config, refuse
 from tests.model.test_mxfp4 import decoded
 

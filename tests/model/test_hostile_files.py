@@ -18,8 +18,8 @@ from octavo.checkpoint.locate import locate
 from octavo.checkpoint.special import gguf_eos_ids
 from octavo.model.facts import gguf_config, read_spec
 from octavo.types import ConfigError
+from tests.model.expert_families import DEEPSEEK, QWEN
 from tests.model.running import load, write_checkpoint, write_gguf
-from tests.model.test_expert_families import DEEPSEEK, QWEN
 
 LAYER = "model.layers.{}.self_attn.q_proj.weight"
 

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from octavo.ops.moe import Routing
+from octavo.ops.routing import Routing
 from octavo.ops.triton import moe, moe_plans, moe_route
 from octavo.ops.triton.moe_plans import Plans
 from tests.fixtures.triton_aot import described, recorded

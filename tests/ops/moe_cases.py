@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops import moe
-from octavo.ops.moe import Activation, Routing
+from octavo.ops.moe import Activation
+from octavo.ops.routing import Routing
 
 QWEN3 = Routing(128, 8)
 MIXTRAL = Routing(8, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.ops import moe, registry
-from octavo.ops.moe import Routing
+from octavo.ops.routing import Routing
 from tests.ops.comparing import assert_close, randn
 from tests.ops.moe_cases import DEEPSEEK_V3, ROUTINGS, Weights, random_choice
 

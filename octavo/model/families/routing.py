@@ -27,18 +27,18 @@ def read_silu(config: ConfigReader) -> None:
 def read_router(config: ConfigReader, num_experts: int, **others: Any) -> RouterSpec:
     """The router of ``num_experts_per_tok`` choices; ``others``: its fields that have a default.
     Raises ConfigError where its numbers do not fit together."""
-    router = RouterSpec(num_experts, config.integer("num_experts_per_tok"), **others)
-    least = 2 if router.group_score == "top2" and router.groups > 1 else 1
-    size = router.num_experts // router.groups
-    if router.num_experts % router.groups or size < least:
-        wanted = f"a divisor of {router.num_experts} (experts)"
-        raise config.error("n_group", router.groups, wanted + " that leaves two in each")
-    if router.groups_kept > router.groups:
-        raise config.error("topk_group", router.groups_kept, f"at most {router.groups} (n_group)")
-    most = size * router.groups_kept
-    if router.top_k > most:
-        raise config.error("num_experts_per_tok", router.top_k, f"at most {most} experts")
-    return router
+    top_k = config.integer("num_experts_per_tok")
+    groups, kept = others.get("groups", 1), others.get("groups_kept", 1)
+    least = 2 if others.get("group_score") == "top2" and groups > 1 else 1
+    size = num_experts // groups
+    if num_experts % groups or size < least:
+        wanted = f"a divisor of {num_experts} (experts)"
+        raise config.error("n_group", groups, wanted + " that leaves two in each")
+    if kept > groups:
+        raise config.error("topk_group", kept, f"at most {groups} (n_group)")
+    if top_k > size * kept:
+        raise config.error("num_experts_per_tok", top_k, f"at most {size * kept} experts")
+    return RouterSpec(num_experts, top_k, **others)
 
 
 def read_qwen_router(config: ConfigReader) -> RouterSpec:

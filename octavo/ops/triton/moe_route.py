@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.moe import Routing
 from octavo.ops.registry import register
+from octavo.ops.routing import Routing
 from octavo.ops.triton.launch import EARLY, OFF, available, next_power_of_2, options, pdl_for
 
 
