@@ -257,6 +257,7 @@ def test_random_weights_from_a_config_alone(family, copy):
         ("deepseek-v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
         ("deepseek-v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7"),
         ("deepseek-v3", {"n_group": 3}, "n_group is 3"),
+        ("deepseek-v3", {"n_group": 8, "topk_group": 4}, "n_group is 8"),  # worth: two experts
         ("deepseek-v3", {"topk_group": 5}, "topk_group is 5"),
         ("deepseek-v3", {"topk_group": 1}, "num_experts_per_tok is 4"),
         ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "'fp8': not in this"),
