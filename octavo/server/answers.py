@@ -144,14 +144,21 @@ class Answer(ABC):
         return by_id and not self.body.include_stop_str_in_output
 
 
-def request_id(request: Request, body: GenerationRequest, prefix: str) -> str:
+def request_id(request: Request, given: str | None, prefix: str) -> str:
     """``prefix-ID`` with the client's id (field, or X-Request-Id header), or a random one."""
-    sent = body.request_id or request.scope["octavo.request_id"]
+    sent = given or request.scope["octavo.request_id"]
     if len(sent) > 256 or not sent.isprintable() or not sent.isascii():
         raise InvalidRequest(
             "request_id must be at most 256 printable ASCII characters", "request_id"
         )
     return f"{prefix}-{sent}"
+
+
+def check_priority(state: ServerState, priority: int | None) -> None:
+    if priority and state.config.scheduler.scheduling_policy != "priority":
+        raise InvalidRequest(
+            "priority needs a server that runs with --scheduling-policy priority", "priority"
+        )
 
 
 async def respond(
@@ -169,11 +176,8 @@ async def respond(
 ) -> Response:
     """Runs the generation. Errors before the first event are raised; the app answers them.
     ``drop_output``: see ``Ask``."""
-    name = request_id(request, body, prefix)
-    if body.priority and state.config.scheduler.scheduling_policy != "priority":
-        raise InvalidRequest(
-            "priority needs a server that runs with --scheduling-policy priority", "priority"
-        )
+    name = request_id(request, body.request_id, prefix)
+    check_priority(state, body.priority)
     ask = Ask(
         request_id=name,
         prompts=prompts[0],

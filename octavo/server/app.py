@@ -22,6 +22,7 @@ from octavo.server.auth import App, KeyGuard
 from octavo.server.bodies import B, read_body
 from octavo.server.chat import ChatAnswer, chat_ids, check_tools
 from octavo.server.completions import CompletionAnswer, prompts_of
+from octavo.server.embeddings import embed
 from octavo.server.errors import (
     ClientGone,
     describe,
@@ -34,6 +35,7 @@ from octavo.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     NoFields,
     TokenizeRequest,
 )
@@ -47,6 +49,7 @@ Route = Callable[[Request], Awaitable[Response]]
 SCHEMAS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/reset_prefix_cache": NoFields,
@@ -117,6 +120,14 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
             )  # fmt: skip
         except InvalidRequest as error:
             raise renamed_for_chat(error, body) from None
+
+    @api.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        """Vectors of texts (or token ids, or a conversation)."""
+        body, warnings = await read_body(request, EmbeddingRequest, lenient)
+        state.check_serving()
+        state.check_model(body.model)
+        return await embed(state, request, body, warnings)
 
 
 def _add_text_routes(api: FastAPI, state: ServerState) -> None:
