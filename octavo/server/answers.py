@@ -14,6 +14,7 @@ from starlette.responses import Response
 from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
+from octavo.server.render import rendered
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
 from octavo.types import FinishReason, InvalidRequest, SamplingParams
@@ -25,6 +26,7 @@ class Answer(ABC):
     """A response in the making. Subclasses give the shape of a choice and of events."""
 
     kind: ClassVar[str]
+    several: ClassVar[bool] = False  # a body may hold several prompts
     event_kind: ClassVar[str]
     body: GenerationRequest
 
@@ -173,9 +175,10 @@ async def respond(
     prefix: str,
     warnings: list[str],
     drop_output: bool = False,
+    render: bool = False,
 ) -> Response:
     """Runs the generation. Errors before the first event are raised; the app answers them.
-    ``drop_output``: see ``Ask``."""
+    ``drop_output``: see ``Ask``. ``render``: all but the generation, told as JSON."""
     name = request_id(request, body.request_id, prefix)
     check_priority(state, body.priority)
     ask = Ask(
@@ -192,6 +195,9 @@ async def respond(
     answer = answer_type(state, body, generation, name, warnings)
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
+    if render:
+        several = answer_type.several
+        return rendered(state, answer.model, generation.prepared(), warnings, several)
     await generation.begin()
     if body.stream:
         return EventStream(answer)

@@ -100,7 +100,7 @@ class Generation:
         """Submits all prompts and waits until the engine took or refused them, so that errors up
         to here can still be plain HTTP answers."""
         self._state.check_serving()
-        requests = self._prepared()
+        requests = self.prepared()
         self._stream: RequestStream = self._state.client.submit(requests)
         self._state.num_in_flight += 1
         for request in requests:
@@ -167,7 +167,7 @@ class Generation:
 
     # ---- submitting ----
 
-    def _prepared(self) -> list[AddRequest]:
+    def prepared(self) -> list[AddRequest]:
         """All or none: the first prompt that cannot run refuses the whole request. Handles are
         taken only then: they are finite, and a refused n may be any number."""
         ask, client, tokenizer = self._ask, self._state.client, self._state.tokenizer
