@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -166,7 +167,7 @@ def check_priority(state: ServerState, priority: int | None) -> None:
 async def respond(
     state: ServerState,
     request: Request,
-    answer_type: type[Answer],
+    answer_type: Callable[..., Answer],
     body: GenerationRequest,
     params: SamplingParams,
     prompts: tuple[list[list[int]], list[str | None]],
@@ -175,10 +176,11 @@ async def respond(
     prefix: str,
     warnings: list[str],
     drop_output: bool = False,
+    marks: Mapping[int, str] | None = None,
     render: bool = False,
 ) -> Response:
     """Runs the generation. Errors before the first event are raised; the app answers them.
-    ``drop_output``: see ``Ask``. ``render``: all but the generation, told as JSON."""
+    ``drop_output``, ``marks``: see ``Ask``. ``render``: all but the generation, told as JSON."""
     name = request_id(request, body.request_id, prefix)
     check_priority(state, body.priority)
     ask = Ask(
@@ -190,14 +192,15 @@ async def respond(
         priority=body.priority or 0,
         salt=state.salt(request.scope["octavo.key"], body.cache_salt),
         drop_output=drop_output,
+        marks=marks,
     )
     generation = Generation(state, ask, request.receive)
     answer = answer_type(state, body, generation, name, warnings)
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
     if render:
-        several = answer_type.several
-        return rendered(state, answer.model, await generation.prepared(), warnings, several)
+        prepared = await generation.prepared()
+        return rendered(state, answer.model, prepared, warnings, answer.several)
     await generation.begin()
     if body.stream:
         return EventStream(answer)

@@ -6,7 +6,7 @@ Both routes, streamed or not, read the same pieces, so that they cannot differ i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from octavo.engine.admission import prepare
@@ -72,7 +72,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a route wants generated. ``drop_output``: only the prompt's logprobs matter."""
+    """What a route wants generated. ``drop_output``: only the prompt's logprobs matter.
+    ``marks``: tokens that the answers' text shows as other characters (``ChoiceText``)."""
 
     request_id: str
     prompts: list[list[int]]
@@ -82,6 +83,7 @@ class Ask:
     priority: int = 0
     salt: bytes = b""
     drop_output: bool = False
+    marks: Mapping[int, str] | None = None
 
 
 class Generation:
@@ -194,7 +196,9 @@ class Generation:
             prompt = Prompt(kept, ask.texts[i] if whole else None, request.handle)
             self.prompts.append(prompt)
             for k in range(n):
-                text = ChoiceText(tokenizer, ask.params, eos_ids=client.info.eos_ids)
+                text = ChoiceText(
+                    tokenizer, ask.params, eos_ids=client.info.eos_ids, marks=ask.marks
+                )
                 choice = Choice(i * n + k, request.handle + k, prompt, text, ask.arrival)
                 self.choices.append(choice)
         return requests

@@ -167,6 +167,7 @@ class ChatRequest(GenerationRequest, ChatFields):
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
     tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: Bool | None = None
 
 
 class TokenizeRequest(ChatFields):
@@ -232,7 +233,6 @@ LATER_FIELDS: dict[str, str] = {
     "prediction": "predicted outputs are not in this version",
     "web_search_options": "web search is not in this version",
     "verbosity": "verbosity is not in this version",
-    "include_reasoning": "reasoning parsers are not in this version",
     "thinking_token_budget": "reasoning budgets are not in this version",
     "logits_processors": "logits processors are not in this version",
     "repetition_detection": "repetition detection is not in this version",
@@ -248,5 +248,4 @@ HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
-    "include_reasoning": (True,),
 }
