@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,6 +20,8 @@ from octavo.server.streaming import DONE, EventStream, Frames, encode_json, memb
 from octavo.types import FinishReason, InvalidRequest, SamplingParams
 
 logger = logging.getLogger("octavo")
+
+MANY_LOGPROBS = 4096  # entries; about 10 ms of Python
 
 
 class Answer(ABC):
@@ -94,8 +97,24 @@ class Answer(ABC):
         async for batch in self.generation.pieces():
             for piece in batch:
                 pieces[piece.choice.index].append(piece)
-        choices = [self.choice(c, pieces[c.index]) for c in self.generation.choices]
-        return encode_json({**self.head(), "choices": choices, **self.members()})
+
+        def build() -> bytes:
+            choices = [self.choice(c, pieces[c.index]) for c in self.generation.choices]
+            return encode_json({**self.head(), "choices": choices, **self.members()})
+
+        entries = sum(len(r.ids) for batch in pieces.values() for p in batch for r in p.logprobs)
+        return await self._shaped(build, entries)
+
+    async def first_events(self, batch: list[Piece]) -> bytes:
+        """As ``events``, for pieces that bring the prompt's log-probabilities."""
+        return await self._shaped(lambda: self.events(batch), 0)
+
+    async def _shaped(self, build: Callable[[], bytes], num_logprobs: int) -> bytes:
+        """What ``build`` makes; in a thread where it has many log-probabilities to write."""
+        num_logprobs += self.generation.num_prompt_logprobs
+        if num_logprobs <= MANY_LOGPROBS:
+            return build()
+        return await self.state.workers.run(build, num_logprobs)
 
     # ---- usage ----
 

@@ -93,6 +93,7 @@ class Generation:
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
         self._first: StepEvents | None = None
+        self.num_prompt_logprobs = 0  # entries, all positions and ranks
         self.prompts: list[Prompt] = []
         self.choices: list[Choice] = []
 
@@ -328,6 +329,7 @@ class Generation:
         for i, (ids, values, rank) in enumerate(zip(rows.ids, rows.values, rows.ranks)):
             row = TokenLogprobRow(rows.handle, ids, values, rank)
             choice.prompt.logprobs[rows.start + i] = row
+            self.num_prompt_logprobs += len(ids)
 
 
 def _span(begin: float, end: float) -> float | None:
