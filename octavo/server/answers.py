@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.server.errors import TimedOut
 from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
@@ -20,6 +22,7 @@ from octavo.server.streaming import DONE, EventStream, Frames, encode_json, memb
 from octavo.types import FinishReason, InvalidRequest, SamplingParams
 
 logger = logging.getLogger("octavo")
+T = TypeVar("T")
 
 MANY_LOGPROBS = 4096  # entries; about 10 ms of Python
 
@@ -173,6 +176,23 @@ def request_id(request: Request, body: GenerationRequest, prefix: str) -> str:
     return f"{prefix}-{sent}"
 
 
+async def in_time(
+    state: ServerState, body: GenerationRequest, arrival: float, work: Awaitable[T]
+) -> T:
+    """What ``work`` (reading the prompt) gives. Raises TimedOut where the request's timeout passes
+    meanwhile."""
+    if body.timeout is None:
+        return await work
+    try:
+        async with asyncio.timeout(arrival + body.timeout - time.monotonic()):
+            return await work
+    except TimeoutError:
+        state.metrics.num_timed_out += 1
+        raise TimedOut(
+            f"the request's timeout of {body.timeout:g} s has passed: its prompt was being read"
+        ) from None
+
+
 async def respond(
     state: ServerState,
     request: Request,
@@ -202,6 +222,7 @@ async def respond(
         priority=body.priority or 0,
         salt=state.salt(request.scope["octavo.key"], body.cache_salt),
         drop_output=drop_output,
+        timeout=body.timeout,
     )
     generation = Generation(state, ask, request.receive)
     answer = answer_type(state, body, generation, name, warnings)
