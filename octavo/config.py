@@ -323,10 +323,18 @@ class ServerConfig:
     )
 
 
+KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
+
+
 def environment_api_keys() -> list[str]:
     """Keys from OCTAVO_API_KEY and VLLM_API_KEY (each may hold several, comma-separated)."""
-    found = (os.environ.get(name, "") for name in ("OCTAVO_API_KEY", "VLLM_API_KEY"))
+    found = (os.environ.get(name, "") for name in KEY_VARIABLES)
     return [key.strip() for value in found for key in value.split(",") if key.strip()]
+
+
+def environment_without_keys() -> dict[str, str]:
+    """For a server that only its parent can reach."""
+    return {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
 
 
 def model_cache_dir() -> Path:

@@ -47,6 +47,7 @@ class CompletionAnswer(Answer):
     """The response to a completion request, whole or as events."""
 
     kind = event_kind = "text_completion"
+    several = True
     body: CompletionRequest
 
     @cached_property

@@ -64,10 +64,11 @@ def tokenizer_info(state: ServerState) -> dict[str, Any]:
     return {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": tokenizer.vocab_size,
+        **tokenizer.vocabulary.named_tokens,  # bos_token, eos_token …
         "bos_token_id": tokenizer.bos_id,
         "eos_token_ids": tokenizer.eos_ids,
         "special_token_ids": sorted(tokenizer.special_ids),
         "adds_bos": tokenizer.adds_bos,
-        "has_chat_template": state.template is not None,
+        "chat_template": None if state.template is None else state.template.source,
         "max_model_len": state.client.info.max_model_len,
     }

@@ -127,6 +127,11 @@ class ChatTemplate:
                 self._forms[name] = replace(form, calls_as_text=True)
 
     @property
+    def source(self) -> str:
+        """Jinja text of the default template."""
+        return self._sources[self._choose(None)]
+
+    @property
     def content_format(self) -> str:
         """Of the default template: "string" or "openai" (or "both": contents go in as sent)."""
         return self._forms[self._choose(None)].content.value
