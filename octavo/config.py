@@ -195,10 +195,9 @@ class SchedulerConfig:
     )
     scheduling_policy: str = flag(
         "fcfs",
-        "order of the waiting queue",
+        "order of the waiting queue; fair: each API key gets its share of the tokens",
         group="scheduler",
-        choices=("fcfs", "priority"),
-        later=("fair",),
+        choices=("fcfs", "priority", "fair"),
     )
     priority_ageing: float = flag(
         0.0,
