@@ -30,6 +30,7 @@ from octavo.server.errors import (
     on_http_exception,
     on_unexpected_error,
 )
+from octavo.server.middleware import wrapped
 from octavo.server.protocol import (
     Body,
     ChatRequest,
@@ -59,7 +60,8 @@ SCHEMAS: dict[str, type[Body]] = {
 
 
 def create_app(state: ServerState) -> App:
-    """The whole application: CORS, request ids, keys, then routes."""
+    """The whole application: request ids, --middleware, CORS, keys, then routes. Raises
+    ConfigError for a middleware that cannot be used."""
     api = FastAPI(
         title="octavo",
         version=__version__,
@@ -85,7 +87,7 @@ def create_app(state: ServerState) -> App:
         allow_headers=server.allowed_headers,
         expose_headers=["x-request-id", "retry-after"],
     )
-    return RequestIds(guarded, server.enable_request_id_headers)
+    return RequestIds(wrapped(guarded, server.middleware), server.enable_request_id_headers)
 
 
 def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
