@@ -53,8 +53,9 @@ def _imported(name: str) -> Any:
 
 def _one(found: Any, app: App, name: str) -> Any:
     if inspect.isclass(found):
+        make: Any = found
         try:
-            return found(app)
+            return make(app)
         except Exception as error:
             raise ConfigError(f"--middleware {name}: {type(error).__name__}: {error}") from error
     if inspect.iscoroutinefunction(found):
