@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.server import tokens
-from octavo.server.answers import respond
+from octavo.server.answers import in_time, respond
 from octavo.server.auth import App, KeyGuard
 from octavo.server.bodies import B, read_body
 from octavo.server.chat import ChatAnswer, chat_ids, check_tools
@@ -99,7 +99,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         state.check_serving()
         state.check_model(body.model)
         params = completion_params(body, state.client.info.default_sampling)
-        prompts = await prompts_of(state, body, request)
+        prompts = await in_time(state, body, arrival, prompts_of(state, body, request))
         return await respond(
             state, request, CompletionAnswer, body, params, prompts,
             arrival=arrival, prefix="cmpl", warnings=warnings,
@@ -114,7 +114,8 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         check_tools(body)
         try:
             params = chat_params(body, state.client.info.default_sampling)
-            ids = await chat_ids(state, body, body.messages, body.add_special_tokens, request)
+            reading = chat_ids(state, body, body.messages, body.add_special_tokens, request)
+            ids = await in_time(state, body, arrival, reading)
             return await respond(
                 state, request, ChatAnswer, body, params, ([ids], [None]),
                 arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,
