@@ -416,6 +416,12 @@ def prepare_torch() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
+def prepare_tokenizers() -> None:
+    """The tokenizers library runs in the threads that call it: texts come one by one, and its own
+    pool would only be one more hop."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def from_flags(config: type[C], values: dict[str, Any]) -> C:
     """Builds ``config`` from flat ``{field name: value}``; nested configurations take their own.
 

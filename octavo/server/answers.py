@@ -197,7 +197,7 @@ async def respond(
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
     if render:
         several = answer_type.several
-        return rendered(state, answer.model, generation.prepared(), warnings, several)
+        return rendered(state, answer.model, await generation.prepared(), warnings, several)
     await generation.begin()
     if body.stream:
         return EventStream(answer)

@@ -67,6 +67,7 @@ def create_app(state: ServerState) -> App:
         redirect_slashes=False,
         redoc_url=None,
     )
+    api.state.workers = state.workers
     api.add_exception_handler(HTTPException, on_http_exception)
     api.add_exception_handler(OctavoError, _counting_errors(state))
     api.add_exception_handler(ClientGone, _on_client_gone)
@@ -96,7 +97,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         state.check_serving()
         state.check_model(body.model)
         params = completion_params(body, state.client.info.default_sampling)
-        prompts = await prompts_of(state, body)
+        prompts = await prompts_of(state, body, request)
         return await respond(
             state, request, CompletionAnswer, body, params, prompts,
             arrival=arrival, prefix="cmpl", warnings=warnings,
@@ -111,7 +112,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         check_tools(body)
         try:
             params = chat_params(body, state.client.info.default_sampling)
-            ids = await chat_ids(state, body, body.messages, body.add_special_tokens)
+            ids = await chat_ids(state, body, body.messages, body.add_special_tokens, request)
             return await respond(
                 state, request, ChatAnswer, body, params, ([ids], [None]),
                 arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,
@@ -153,13 +154,13 @@ def _add_text_routes(api: FastAPI, state: ServerState) -> None:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation through the chat template."""
         body = await _read(state, request, TokenizeRequest)
-        return _json(await tokens.tokenize(state, body))
+        return _json(await tokens.tokenize(state, body, request))
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await _read(state, request, DetokenizeRequest)
-        return _json(tokens.detokenize(state, body))
+        return _json(await tokens.detokenize(state, body, request))
 
     @api.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
