@@ -13,11 +13,13 @@ from typing import Any, ClassVar, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.server.beams import BeamGeneration
 from octavo.server.errors import TimedOut
 from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
 from octavo.server.render import rendered
+from octavo.server.sampling import beam_params
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
 from octavo.types import FinishReason, InvalidRequest, SamplingParams
@@ -231,7 +233,11 @@ async def respond(
         drop_output=drop_output,
         timeout=body.timeout,
     )
-    generation = Generation(state, ask, request.receive)
+    beams = beam_params(body, params)
+    if beams is None:
+        generation = Generation(state, ask, request.receive)
+    else:
+        generation = BeamGeneration(state, ask, request.receive, beams)
     answer = answer_type(state, body, generation, name, warnings)
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
