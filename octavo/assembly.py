@@ -183,7 +183,7 @@ class Vector:
         self.failure: OctavoError | None = None
         self._prompt_ids = prompt_ids[-num_ids(request.prompt_ids) :]
         self._normalize = normalize
-        self._values: NDArray[np.float32] | None = None
+        self._values: NDArray[np.float64] | None = None
         self._num_cached_tokens = 0
         self._ended = False
 
@@ -203,7 +203,7 @@ class Vector:
         self._num_cached_tokens = event.num_cached_tokens
 
     def set_values(self, pooled: PooledPrompt) -> None:
-        self._values = np.frombuffer(pooled.values, dtype="<f4")
+        self._values = pooled.vector(self._normalize)
 
     def finish(self, event: Finished) -> None:
         self._ended = True
@@ -218,12 +218,9 @@ class Vector:
     def output(self) -> EmbeddingRequestOutput:
         """Once it is finished and has not failed."""
         assert self._values is not None
-        values = self._values.astype(np.float64)
-        if self._normalize:
-            values /= max(float(np.linalg.norm(values)), 1e-12)
         return EmbeddingRequestOutput(
             self.request.request_id,
-            EmbeddingOutput(values.tolist()),
+            EmbeddingOutput(self._values.tolist()),
             self._prompt_ids,
             self.finished,
             self._num_cached_tokens,

@@ -323,10 +323,18 @@ class ServerConfig:
     )
 
 
+KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
+
+
 def environment_api_keys() -> list[str]:
     """Keys from OCTAVO_API_KEY and VLLM_API_KEY (each may hold several, comma-separated)."""
-    found = (os.environ.get(name, "") for name in ("OCTAVO_API_KEY", "VLLM_API_KEY"))
+    found = (os.environ.get(name, "") for name in KEY_VARIABLES)
     return [key.strip() for value in found for key in value.split(",") if key.strip()]
+
+
+def environment_without_keys() -> dict[str, str]:
+    """For a server that only its parent can reach."""
+    return {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
 
 
 def model_cache_dir() -> Path:
@@ -406,6 +414,12 @@ def prepare_torch() -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+
+
+def prepare_tokenizers() -> None:
+    """The tokenizers library runs in the threads that call it: texts come one by one, and its own
+    pool would only be one more hop."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def from_flags(config: type[C], values: dict[str, Any]) -> C:

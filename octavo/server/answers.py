@@ -14,6 +14,7 @@ from starlette.responses import Response
 from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
+from octavo.server.render import rendered
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
 from octavo.types import FinishReason, InvalidRequest, SamplingParams
@@ -25,6 +26,7 @@ class Answer(ABC):
     """A response in the making. Subclasses give the shape of a choice and of events."""
 
     kind: ClassVar[str]
+    several: ClassVar[bool] = False  # a body may hold several prompts
     event_kind: ClassVar[str]
     body: GenerationRequest
 
@@ -144,14 +146,21 @@ class Answer(ABC):
         return by_id and not self.body.include_stop_str_in_output
 
 
-def request_id(request: Request, body: GenerationRequest, prefix: str) -> str:
+def request_id(request: Request, given: str | None, prefix: str) -> str:
     """``prefix-ID`` with the client's id (field, or X-Request-Id header), or a random one."""
-    sent = body.request_id or request.scope["octavo.request_id"]
+    sent = given or request.scope["octavo.request_id"]
     if len(sent) > 256 or not sent.isprintable() or not sent.isascii():
         raise InvalidRequest(
             "request_id must be at most 256 printable ASCII characters", "request_id"
         )
     return f"{prefix}-{sent}"
+
+
+def check_priority(state: ServerState, priority: int | None) -> None:
+    if priority and state.config.scheduler.scheduling_policy != "priority":
+        raise InvalidRequest(
+            "priority needs a server that runs with --scheduling-policy priority", "priority"
+        )
 
 
 async def respond(
@@ -166,14 +175,12 @@ async def respond(
     prefix: str,
     warnings: list[str],
     drop_output: bool = False,
+    render: bool = False,
 ) -> Response:
     """Runs the generation. Errors before the first event are raised; the app answers them.
-    ``drop_output``: see ``Ask``."""
-    name = request_id(request, body, prefix)
-    if body.priority and state.config.scheduler.scheduling_policy != "priority":
-        raise InvalidRequest(
-            "priority needs a server that runs with --scheduling-policy priority", "priority"
-        )
+    ``drop_output``: see ``Ask``. ``render``: all but the generation, told as JSON."""
+    name = request_id(request, body.request_id, prefix)
+    check_priority(state, body.priority)
     ask = Ask(
         request_id=name,
         prompts=prompts[0],
@@ -188,6 +195,9 @@ async def respond(
     answer = answer_type(state, body, generation, name, warnings)
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
+    if render:
+        several = answer_type.several
+        return rendered(state, answer.model, await generation.prepared(), warnings, several)
     await generation.begin()
     if body.stream:
         return EventStream(answer)

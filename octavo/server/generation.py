@@ -100,7 +100,7 @@ class Generation:
         """Submits all prompts and waits until the engine took or refused them, so that errors up
         to here can still be plain HTTP answers."""
         self._state.check_serving()
-        requests = self._prepared()
+        requests = await self.prepared()
         self._stream: RequestStream = self._state.client.submit(requests)
         self._state.num_in_flight += 1
         for request in requests:
@@ -167,18 +167,14 @@ class Generation:
 
     # ---- submitting ----
 
-    def _prepared(self) -> list[AddRequest]:
+    async def prepared(self) -> list[AddRequest]:
         """All or none: the first prompt that cannot run refuses the whole request. Handles are
         taken only then: they are finite, and a refused n may be any number."""
         ask, client, tokenizer = self._ask, self._state.client, self._state.tokenizer
         n = ask.params.n
-        bad_words: list[list[int]] = []
-        if ask.params.bad_words:
-            bad_words = self._state.require_tokenizer("bad_words").bad_word_ids(
-                ask.params.bad_words
-            )
         if ask.params.stop:
             self._state.require_tokenizer("stop")
+        bad_words = await self._bad_word_ids()
         requests = [
             prepare(
                 client.info, ask.params, ids, handle=i * n,
@@ -202,6 +198,15 @@ class Generation:
                 choice = Choice(i * n + k, request.handle + k, prompt, text, ask.arrival)
                 self.choices.append(choice)
         return requests
+
+    async def _bad_word_ids(self) -> list[list[int]]:
+        words = self._ask.params.bad_words
+        if not words:
+            return []
+        tokenizer = self._state.require_tokenizer("bad_words")
+        return await self._state.encode(
+            lambda: tokenizer.bad_word_ids(words), 2 * sum(map(len, words))
+        )
 
     async def _watch_client(self) -> None:
         """Reads on: after the body only the end of the connection can come."""

@@ -138,6 +138,12 @@ class Metrics(Collector):
         if num_output > 1:
             self.per_output_token.observe((t.last_token - t.first_token) / (num_output - 1))
 
+    def on_embedded(self, timings: RequestTimings, now: float, num_prompt: int) -> None:
+        """A prompt's vector is there; it draws no tokens."""
+        self.prompt_tokens.observe(num_prompt)
+        self.request.observe(now - timings.arrival)
+        self.queue.observe(timings.first_scheduled - timings.arrival)
+
     # ---- the page ----
 
     def page(self, accept: str) -> tuple[bytes, str]:

@@ -179,6 +179,27 @@ class TokenizeRequest(ChatFields):
     return_token_strs: Bool | None = None
 
 
+class EmbeddingRequest(ChatFields):
+    """Exactly one of ``input`` and ``messages``."""
+
+    model: str | None = None
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = Field(
+        None, description="text, a list of texts, token ids, or a list of token id lists"
+    )
+    messages: list[Message] | None = Field(None, min_length=1)
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    pooling: Literal["last", "mean"] | None = None
+    normalize: Bool | None = None
+    use_activation: Bool | None = None  # vLLM's name of normalize
+    add_special_tokens: Bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    priority: Int | None = None
+    request_id: str | None = Field(None, max_length=256)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    user: str | None = None
+
+
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: TokenIds
