@@ -308,6 +308,12 @@ class ServerConfig:
     allowed_origins: list[str] = flag(["*"], "CORS origins", group="server", kind="list")
     allowed_methods: list[str] = flag(["*"], "CORS methods", group="server", kind="list")
     allowed_headers: list[str] = flag(["*"], "CORS headers", group="server", kind="list")
+    middleware: list[str] = flag(
+        [],
+        "ASGI middleware around the server: dotted paths, the first outermost",
+        group="server",
+        kind="list",
+    )
     ssl_keyfile: str | None = flag(None, "TLS key", group="server")
     ssl_certfile: str | None = flag(None, "TLS certificate", group="server")
     ssl_ca_certs: str | None = flag(None, "TLS certificate authorities", group="server")
@@ -504,7 +510,6 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--structured-outputs-config": "structured output",
     "--api-server-count": "several API processes",
     "--otlp-traces-endpoint": "tracing",
-    "--middleware": "ASGI middleware",
 }
 
 # Flags vLLM removed, still in people's scripts: accepted, and answered with what replaced them.

@@ -97,6 +97,7 @@ class GenerationRequest(Body):
     length_penalty: Float | None = None
     early_stopping: Bool | None = None
     priority: Int | None = None
+    timeout: Annotated[Float, Field(gt=0, le=1e6)] | None = None
     request_id: str | None = Field(None, max_length=256)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
