@@ -112,7 +112,7 @@ class FairQueue:
         """The youngest request of the tenant with the most of them for its weight. So the oldest of
         all is never preempted for another, and each comes to an end."""
         ranks: dict[bytes, int] = {}
-        places = []
+        places: list[tuple[float, int, int]] = []
         for slot in running.order.tolist():
             request = running.at(slot)
             rank = ranks[request.tenant] = ranks.get(request.tenant, 0) + 1

@@ -13,11 +13,13 @@ from typing import Any, ClassVar, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.server.beams import BeamGeneration
 from octavo.server.errors import TimedOut
 from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
 from octavo.server.render import rendered
+from octavo.server.sampling import beam_params
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
 from octavo.types import FinishReason, InvalidRequest, SamplingParams
@@ -178,6 +180,13 @@ def request_id(request: Request, given: str | None, prefix: str) -> str:
     return f"{prefix}-{sent}"
 
 
+def check_priority(state: ServerState, priority: int | None) -> None:
+    if priority and state.config.scheduler.scheduling_policy != "priority":
+        raise InvalidRequest(
+            "priority needs a server that runs with --scheduling-policy priority", "priority"
+        )
+
+
 async def in_time(
     state: ServerState, body: GenerationRequest, arrival: float, work: Awaitable[T]
 ) -> T:
@@ -193,13 +202,6 @@ async def in_time(
         raise TimedOut(
             f"the request's timeout of {body.timeout:g} s has passed: its prompt was being read"
         ) from None
-
-
-def check_priority(state: ServerState, priority: int | None) -> None:
-    if priority and state.config.scheduler.scheduling_policy != "priority":
-        raise InvalidRequest(
-            "priority needs a server that runs with --scheduling-policy priority", "priority"
-        )
 
 
 async def respond(
@@ -228,10 +230,16 @@ async def respond(
         arrival=arrival,
         priority=body.priority or 0,
         salt=state.salt(request.scope["octavo.key"], body.cache_salt),
+        tenant=request.scope["octavo.key"],
+        weight=request.scope["octavo.weight"],
         drop_output=drop_output,
         timeout=body.timeout,
     )
-    generation = Generation(state, ask, request.receive)
+    beams = beam_params(body, params)
+    if beams is None:
+        generation = Generation(state, ask, request.receive)
+    else:
+        generation = BeamGeneration(state, ask, request.receive, beams)
     answer = answer_type(state, body, generation, name, warnings)
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)

@@ -30,6 +30,7 @@ from octavo.server.errors import (
     on_http_exception,
     on_unexpected_error,
 )
+from octavo.server.middleware import wrapped
 from octavo.server.protocol import (
     Body,
     ChatRequest,
@@ -59,7 +60,8 @@ SCHEMAS: dict[str, type[Body]] = {
 
 
 def create_app(state: ServerState) -> App:
-    """The whole application: CORS, request ids, keys, then routes."""
+    """The whole application: request ids, --middleware, CORS, keys, then routes. Raises
+    ConfigError for a middleware that cannot be used."""
     api = FastAPI(
         title="octavo",
         version=__version__,
@@ -79,13 +81,13 @@ def create_app(state: ServerState) -> App:
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     server = state.server
     guarded: App = CORSMiddleware(
-        KeyGuard(api, server.api_key, server.root_path),
+        KeyGuard(api, state.keys, api.routes, server.root_path),
         allow_origins=server.allowed_origins,
         allow_methods=server.allowed_methods,
         allow_headers=server.allowed_headers,
         expose_headers=["x-request-id", "retry-after"],
     )
-    return RequestIds(guarded, server.enable_request_id_headers)
+    return RequestIds(wrapped(guarded, server.middleware), server.enable_request_id_headers)
 
 
 def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
@@ -249,7 +251,6 @@ def _add_facts_routes(api: FastAPI, state: ServerState) -> None:
     async def server_info() -> Response:
         """The effective configuration; ``engine.reasons`` says why values not asked for are so."""
         server = dataclasses.asdict(state.server)
-        server["api_key"] = ["***"] * len(state.server.api_key)
         engine = state.client.info if state.client.problem() is None else None
         return _json({"engine": engine, "engine_config": state.config, "server_config": server})
 

@@ -4,7 +4,8 @@ search. All of them end with it, however it ends."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from octavo.engine.messages import AddRequest
 from octavo.engine.streams import RequestStream, StepEvents
@@ -24,7 +25,8 @@ class Submission:
         self._receive = receive
         self._stream: RequestStream | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._gone = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: Exception | None = None  # what ended it from outside
 
     def begin(self) -> None:
         self._state.check_serving()
@@ -33,9 +35,10 @@ class Submission:
 
     async def run(self, requests: Sequence[AddRequest]) -> AsyncIterator[StepEvents]:
         """The events of these requests until all have ended. Raises what ``submit`` of the client
-        raises, InvalidRequest (refused by the engine), StepError, EngineDead or ClientGone."""
-        if self._gone:
-            raise ClientGone
+        raises, InvalidRequest (refused by the engine), StepError, EngineDead, ClientGone, or what
+        ``end_at`` was given."""
+        if self._error is not None:
+            raise self._error
         client = self._state.client
         self._stream = client.submit(requests, continuing=self._stream is not None)
         async for events in self._stream:
@@ -47,10 +50,18 @@ class Submission:
                         raise StepError(end.message or "a step of the engine failed")
             yield events
 
+    def end_at(self, deadline: float, error: Callable[[], Exception]) -> None:
+        """Ends it with ``error()`` at that time (``time.monotonic()``)."""
+        left = max(0.0, deadline - time.monotonic())
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(left, lambda: self._end(error()))
+
     def close(self) -> None:
         """Aborts what has not ended. Idempotent."""
         if self._watcher is None:
             return
+        if self._timer is not None:
+            self._timer.cancel()
         self._watcher.cancel()
         self._watcher = None
         self._state.num_in_flight -= 1
@@ -61,7 +72,10 @@ class Submission:
         """Reads on: after the body only the end of the connection can come."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
+        self._end(ClientGone())
+
+    def _end(self, error: Exception) -> None:
+        self._error = error
         if self._stream is not None:
-            self._stream.fail(ClientGone())
+            self._stream.fail(error)
             self._state.client.abort(list(self._stream.open))
