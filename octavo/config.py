@@ -287,6 +287,9 @@ class ServerConfig:
         group="server",
         choices=("auto", "string", "openai"),
     )
+    trust_request_chat_template: bool = flag(
+        False, "let a request bring its own chat template", group="server"
+    )
     allow_special_tokens_in_content: bool = flag(
         False, "let message text contain control tokens", group="server"
     )

@@ -99,7 +99,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         state.check_serving()
         state.check_model(body.model)
         params = completion_params(body, state.client.info.default_sampling)
-        prompts = await in_time(state, body, arrival, prompts_of(state, body, request))
+        prompts = await in_time(state, body.timeout, arrival, prompts_of(state, body, request))
         return await respond(
             state, request, CompletionAnswer, body, params, prompts,
             arrival=arrival, prefix="cmpl", warnings=warnings,
@@ -115,7 +115,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         try:
             params = chat_params(body, state.client.info.default_sampling)
             reading = chat_ids(state, body, body.messages, body.add_special_tokens, request)
-            ids = await in_time(state, body, arrival, reading)
+            ids = await in_time(state, body.timeout, arrival, reading)
             return await respond(
                 state, request, ChatAnswer, body, params, ([ids], [None]),
                 arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,
