@@ -31,6 +31,7 @@ from octavo.server.errors import (
     on_unexpected_error,
 )
 from octavo.server.middleware import wrapped
+from octavo.server.page import add_page
 from octavo.server.protocol import (
     Body,
     ChatRequest,
@@ -65,7 +66,7 @@ def create_app(state: ServerState) -> App:
     api = FastAPI(
         title="octavo",
         version=__version__,
-        root_path=state.server.root_path,
+        root_path=state.server.root_path.rstrip("/"),
         redirect_slashes=False,
         redoc_url=None,
     )
@@ -78,6 +79,7 @@ def create_app(state: ServerState) -> App:
     _add_text_routes(api, state)
     _add_health_routes(api, state)
     _add_facts_routes(api, state)
+    add_page(api, state.server.root_path)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     server = state.server
     guarded: App = CORSMiddleware(

@@ -9,12 +9,16 @@ from typing import Any
 
 import msgspec
 
+from octavo.server.page import PAGE_PATHS
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+# Health, for probes, and the chat page, which holds nothing: a browser sends no key when it opens
+# an address, and what the page then asks the API for needs one as everything does.
+PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", *PAGE_PATHS})
 
 
 class KeyGuard:
