@@ -321,6 +321,9 @@ class ServerConfig:
         group="server",
         choices=REASONING_PARSERS,
     )
+    trust_request_chat_template: bool = flag(
+        False, "let a request bring its own chat template", group="server"
+    )
     allow_special_tokens_in_content: bool = flag(
         False, "let message text contain control tokens", group="server"
     )

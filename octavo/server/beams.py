@@ -44,9 +44,7 @@ class BeamGeneration(Generation):
                 )
             )  # fmt: skip
             self._state.metrics.on_admitted(request.params, request.max_tokens)
-        self._submission.begin()
-        if self._ask.timeout is not None:
-            self._submission.end_at(self._ask.arrival + self._ask.timeout, self._timed_out)
+        self._submission.begin(self._ask.arrival, self._ask.timeout)
         try:
             await self._step(self._searches)
             self._starting.clear()
