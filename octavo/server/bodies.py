@@ -95,9 +95,7 @@ def _cost_between(raw: bytes, start: int, end: int) -> int:
         part = raw[start:end]
         return part.count(b",") + part.count(b"[") + TEXT_COST * part.count(b"{")
     count = raw.count
-    return (
-        count(b",", start, end) + count(b"[", start, end) + TEXT_COST * count(b"{", start, end)
-    )
+    return count(b",", start, end) + count(b"[", start, end) + TEXT_COST * count(b"{", start, end)
 
 
 async def _read(request: Request) -> bytes:
