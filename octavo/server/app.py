@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.server import tokens
-from octavo.server.answers import respond
+from octavo.server.answers import in_time, respond
 from octavo.server.auth import App, KeyGuard
 from octavo.server.bodies import B, read_body
 from octavo.server.chat import ChatAnswer, chat_ids, check_tools
@@ -30,6 +30,7 @@ from octavo.server.errors import (
     on_http_exception,
     on_unexpected_error,
 )
+from octavo.server.middleware import wrapped
 from octavo.server.protocol import (
     Body,
     ChatRequest,
@@ -59,7 +60,8 @@ SCHEMAS: dict[str, type[Body]] = {
 
 
 def create_app(state: ServerState) -> App:
-    """The whole application: CORS, request ids, keys, then routes."""
+    """The whole application: request ids, --middleware, CORS, keys, then routes. Raises
+    ConfigError for a middleware that cannot be used."""
     api = FastAPI(
         title="octavo",
         version=__version__,
@@ -85,7 +87,7 @@ def create_app(state: ServerState) -> App:
         allow_headers=server.allowed_headers,
         expose_headers=["x-request-id", "retry-after"],
     )
-    return RequestIds(guarded, server.enable_request_id_headers)
+    return RequestIds(wrapped(guarded, server.middleware), server.enable_request_id_headers)
 
 
 def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
@@ -97,7 +99,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         state.check_serving()
         state.check_model(body.model)
         params = completion_params(body, state.client.info.default_sampling)
-        prompts = await prompts_of(state, body, request)
+        prompts = await in_time(state, body, arrival, prompts_of(state, body, request))
         return await respond(
             state, request, CompletionAnswer, body, params, prompts,
             arrival=arrival, prefix="cmpl", warnings=warnings,
@@ -112,7 +114,8 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         check_tools(body)
         try:
             params = chat_params(body, state.client.info.default_sampling)
-            ids = await chat_ids(state, body, body.messages, body.add_special_tokens, request)
+            reading = chat_ids(state, body, body.messages, body.add_special_tokens, request)
+            ids = await in_time(state, body, arrival, reading)
             return await respond(
                 state, request, ChatAnswer, body, params, ([ids], [None]),
                 arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,

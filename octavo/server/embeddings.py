@@ -36,7 +36,7 @@ async def embed(
     name = request_id(request, body.request_id, "embd")
     answer = EmbeddingAnswer(state, body, name, arrival, warnings)
     try:
-        prompts = await inputs_of(state, body)
+        prompts = await inputs_of(state, body, request)
         requests = answer.prepare(prompts, state.salt(request.scope["octavo.key"], body.cache_salt))
     except InvalidRequest as error:
         field = "input" if body.messages is None else "messages"
@@ -57,7 +57,9 @@ async def embed(
     return Response(answer.body(), 200, None, "application/json")
 
 
-async def inputs_of(state: ServerState, body: EmbeddingRequest) -> list[list[int]]:
+async def inputs_of(
+    state: ServerState, body: EmbeddingRequest, request: Request
+) -> list[list[int]]:
     """Token ids of each input. Raises InvalidRequest."""
     if (body.input is None) == (body.messages is None):
         raise InvalidRequest("send exactly one of input and messages", "input")
@@ -66,7 +68,7 @@ async def inputs_of(state: ServerState, body: EmbeddingRequest) -> list[list[int
         prompted = body.model_copy(
             update={"add_generation_prompt": bool(body.add_generation_prompt)}
         )
-        return [await chat_ids(state, prompted, body.messages, body.add_special_tokens)]
+        return [await chat_ids(state, prompted, body.messages, body.add_special_tokens, request)]
     given: Any = [body.input] if isinstance(body.input, str) else body.input
     if not given:
         raise InvalidRequest("input is an empty list", "input")
@@ -86,7 +88,7 @@ async def inputs_of(state: ServerState, body: EmbeddingRequest) -> list[list[int
     def encode() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens=special) for text in given]
 
-    return await state.encode(encode, sum(map(len, given)))
+    return await state.encode(encode, sum(map(len, given)), request)
 
 
 def parts(requests: list[AddRequest], state: ServerState) -> Iterator[list[AddRequest]]:

@@ -38,7 +38,6 @@ def _only(value: str, why: str) -> BeforeValidator:
 
 
 _STRUCTURED = "structured output is not in this version"
-_BEAMS = "beam search is not in this version"
 _MEDIA = "only text is served in this version"
 
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
@@ -94,7 +93,11 @@ class GenerationRequest(Body):
     allowed_token_ids: TokenIds | None = None
     add_special_tokens: Bool | None = None
     echo: Bool | None = None
+    use_beam_search: Bool | None = None
+    length_penalty: Float | None = None
+    early_stopping: Bool | None = None
     priority: Int | None = None
+    timeout: Annotated[Float, Field(gt=0, le=1e6)] | None = None
     request_id: str | None = Field(None, max_length=256)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
@@ -219,9 +222,6 @@ LATER_FIELDS: dict[str, str] = {
     "guided_grammar": _STRUCTURED,
     "guided_decoding_backend": _STRUCTURED,
     "guided_whitespace_pattern": _STRUCTURED,
-    "use_beam_search": _BEAMS,
-    "length_penalty": _BEAMS,
-    "early_stopping": _BEAMS,
     "suffix": "fill-in-the-middle is not in this version",
     "prompt_embeds": "prompts as embeddings are not in this version",
     "functions": "functions are not in this version (nor in OpenAI's: use tools)",
@@ -243,9 +243,6 @@ LATER_FIELDS: dict[str, str] = {
 }
 # Values that ask for nothing, so that a client's spelled-out default is no error.
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
     "include_reasoning": (True,),
