@@ -84,7 +84,7 @@ CONTINUED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content":
 OF_CHAT["continue_final_message"] = ({"messages": CONTINUED, "return_token_ids": True}, True)
 OF_CHAT["echo"] = ({"messages": CONTINUED, "continue_final_message": True}, True)
 
-# They ask for nothing that could be missed; of spaces_between_special_tokens: text is the tokens' bytes,
+# They ask for nothing that could be missed. spaces_between_special_tokens: text is bytes of tokens,
 # and nothing is put between them, as in vLLM with any fast tokenizer.
 HARMLESS = {
     "user",
