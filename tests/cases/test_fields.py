@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 
+from octavo.server.protocol import ChatRequest, CompletionRequest
 from tests.cases.asking import CHAT, COMPLETIONS, question
 from tests.fixtures.server import Server
 
 EOS_FIRST = {"logit_bias": {"1": 100}}
 E_ONLY = {"logit_bias": {"105": 100}}  # says "eeeeeeee"
 LONG = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+# After this conversation hypotheses of several lengths come to an end.
+BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 24}
+AS_TEXT = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n"
+BEAMS_OF_TEXT = {**BEAMS, "prompt": AS_TEXT, "add_special_tokens": False}
 SPECIAL_FIRST = {"logit_bias": {"2": 100}, "max_tokens": 2}
 BEAMS = {"use_beam_search": True, "n": 3, "stop_token_ids": [*range(3, 160)]}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -43,6 +48,8 @@ SHARED: dict[str, tuple[dict[str, Any], Any]] = {
     "truncate_prompt_tokens": ({}, 2),
     "logit_bias": ({}, {"40": 100}),
     "allowed_token_ids": ({}, [40, 41]),
+    "use_beam_search": ({"n": 2, "temperature": 0}, True),
+    "timeout": ({}, 1e-6),
     "priority": ({}, 3),  # refused: this server does not order by it
     "request_id": ({}, "mine"),
     "return_token_ids": ({}, True),
@@ -59,6 +66,8 @@ OF_COMPLETIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "logprobs": ({}, 1),
     "best_of": ({}, 2),
     "echo": ({}, True),
+    "length_penalty": (BEAMS_OF_TEXT, -2.0),
+    "early_stopping": (BEAMS_OF_TEXT, True),
     "add_special_tokens": ({}, False),
 }
 OF_CHAT: dict[str, tuple[dict[str, Any], Any]] = {
@@ -66,6 +75,8 @@ OF_CHAT: dict[str, tuple[dict[str, Any], Any]] = {
     "logprobs": ({}, True),
     "top_logprobs": ({"logprobs": True}, 2),
     "max_completion_tokens": ({}, 3),
+    "length_penalty": (BEAMS, -2.0),
+    "early_stopping": (BEAMS, True),
     "add_special_tokens": ({"return_token_ids": True}, True),
     "add_generation_prompt": ({"return_token_ids": True}, False),
     "tools": ({}, TOOLS),  # refused: the template shows none
@@ -78,6 +89,19 @@ OF_CHAT: dict[str, tuple[dict[str, Any], Any]] = {
 CONTINUED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well"}]
 OF_CHAT["continue_final_message"] = ({"messages": CONTINUED, "return_token_ids": True}, True)
 OF_CHAT["echo"] = ({"messages": CONTINUED, "continue_final_message": True}, True)
+
+# They ask for nothing that could be missed. spaces_between_special_tokens: text is bytes of tokens,
+# and nothing is put between them, as in vLLM with any fast tokenizer.
+HARMLESS = {
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "store",
+    "service_tier",
+    "parallel_tool_calls",
+    "spaces_between_special_tokens",
+}
 
 PROBES = {
     **{(COMPLETIONS, field): probe for field, probe in {**SHARED, **OF_COMPLETIONS}.items()},
@@ -109,3 +133,10 @@ def test_every_field_changes_the_answer_or_is_refused(random_model: Server, rout
     status, after = answer(random_model, route, {**base, field: value})
     assert status in (200, 400, 404, 408)
     assert (status, after) != before
+
+
+def test_no_field_is_without_a_probe():
+    for route, schema in ((COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)):
+        probed = {field for other, field in PROBES if other == route}
+        assert probed | HARMLESS == set(schema.model_fields), route
+        assert not probed & HARMLESS
