@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -207,7 +207,7 @@ async def in_time(
 async def respond(
     state: ServerState,
     request: Request,
-    answer_type: type[Answer],
+    answer_type: Callable[..., Answer],
     body: GenerationRequest,
     params: SamplingParams,
     prompts: tuple[list[list[int]], list[str | None]],
@@ -216,10 +216,11 @@ async def respond(
     prefix: str,
     warnings: list[str],
     drop_output: bool = False,
+    marks: Mapping[int, str] | None = None,
     render: bool = False,
 ) -> Response:
     """Runs the generation. Errors before the first event are raised; the app answers them.
-    ``drop_output``: see ``Ask``. ``render``: all but the generation, told as JSON."""
+    ``drop_output``, ``marks``: see ``Ask``. ``render``: all but the generation, told as JSON."""
     name = request_id(request, body.request_id, prefix)
     check_priority(state, body.priority)
     ask = Ask(
@@ -234,6 +235,7 @@ async def respond(
         weight=request.scope["octavo.weight"],
         drop_output=drop_output,
         timeout=body.timeout,
+        marks=marks,
     )
     beams = beam_params(body, params)
     if beams is None:
@@ -244,8 +246,8 @@ async def respond(
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
     if render:
-        several = answer_type.several
-        return rendered(state, answer.model, await generation.prepared(), warnings, several)
+        prepared = await generation.prepared()
+        return rendered(state, answer.model, prepared, warnings, answer.several)
     await generation.begin()
     if body.stream:
         return EventStream(answer)

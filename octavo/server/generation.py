@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from octavo.engine.admission import prepare
@@ -73,7 +73,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a route wants generated. ``drop_output``: only the prompt's logprobs matter."""
+    """What a route wants generated. ``drop_output``: only the prompt's logprobs matter.
+    ``marks``: tokens that the answers' text shows as other characters (``ChoiceText``)."""
 
     request_id: str
     prompts: list[list[int]]
@@ -86,6 +87,7 @@ class Ask:
     weight: float = 1.0
     drop_output: bool = False
     timeout: float | None = None  # seconds after arrival
+    marks: Mapping[int, str] | None = None
 
 
 class Generation:
@@ -207,7 +209,9 @@ class Generation:
             prompt = Prompt(kept, ask.texts[i] if whole else None, request.handle)
             self.prompts.append(prompt)
             for k in range(n):
-                text = ChoiceText(tokenizer, ask.params, eos_ids=client.info.eos_ids)
+                text = ChoiceText(
+                    tokenizer, ask.params, eos_ids=client.info.eos_ids, marks=ask.marks
+                )
                 choice = Choice(i * n + k, request.handle + k, prompt, text, ask.arrival)
                 self.choices.append(choice)
         return requests

@@ -181,6 +181,7 @@ class Server:
         return task
 
     def _load_text(self) -> None:
+        from octavo.server.tools.setup import Parsing
         from octavo.text.chat import load_chat_template
         from octavo.text.tokenizer import load_tokenizer
 
@@ -188,6 +189,7 @@ class Server:
         template = load_chat_template(
             tokenizer, self._server.chat_template, self._server.chat_template_content_format
         )
+        self._state.parsing = Parsing(self._server, tokenizer, template)
         self._state.tokenizer, self._state.template = tokenizer, template
 
     def _show_progress(self, progress: Progress) -> None:

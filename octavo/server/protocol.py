@@ -172,6 +172,7 @@ class ChatRequest(GenerationRequest, ChatFields):
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
     tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: Bool | None = None
 
 
 class TokenizeRequest(ChatFields):
@@ -235,7 +236,6 @@ LATER_FIELDS: dict[str, str] = {
     "prediction": "predicted outputs are not in this version",
     "web_search_options": "web search is not in this version",
     "verbosity": "verbosity is not in this version",
-    "include_reasoning": "reasoning parsers are not in this version",
     "thinking_token_budget": "reasoning budgets are not in this version",
     "logits_processors": "logits processors are not in this version",
     "repetition_detection": "repetition detection is not in this version",
@@ -246,5 +246,4 @@ LATER_FIELDS: dict[str, str] = {
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
-    "include_reasoning": (True,),
 }

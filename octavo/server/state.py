@@ -18,6 +18,7 @@ from octavo.engine.client import ProcessClient
 from octavo.server.errors import NotFound
 from octavo.server.keys import Keys
 from octavo.server.metrics import Metrics
+from octavo.server.tools.setup import Parsing
 from octavo.server.workers import Workers
 from octavo.text import sandbox
 from octavo.text.chat import ChatTemplate
@@ -46,6 +47,7 @@ class ServerState:
         self.workers = Workers()
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
+        self.parsing: Parsing | None = None  # with a tokenizer
         self.loaded = False  # engine and text side are both there
         self.created = int(time.time())
         self.num_in_flight = 0  # HTTP requests being generated for
