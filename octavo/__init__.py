@@ -11,6 +11,9 @@ _HOMES = {
     "LLM": "octavo.llm",
     "AsyncLLM": "octavo.llm",
     "SamplingParams": "octavo.types",
+    "BeamSearchParams": "octavo.types",
+    "BeamSearchOutput": "octavo.types",
+    "BeamSearchSequence": "octavo.types",
     "RequestOutput": "octavo.types",
     "CompletionOutput": "octavo.types",
     "EmbeddingRequestOutput": "octavo.types",
@@ -28,6 +31,9 @@ __all__ = [*_HOMES]
 if TYPE_CHECKING:
     from octavo.llm import LLM, AsyncLLM
     from octavo.types import (
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
         CompletionOutput,
         ConfigError,
         EmbeddingOutput,

@@ -195,10 +195,9 @@ class SchedulerConfig:
     )
     scheduling_policy: str = flag(
         "fcfs",
-        "order of the waiting queue",
+        "order of the waiting queue; fair: each API key gets its share of the tokens",
         group="scheduler",
-        choices=("fcfs", "priority"),
-        later=("fair",),
+        choices=("fcfs", "priority", "fair"),
     )
     priority_ageing: float = flag(
         0.0,
@@ -285,10 +284,16 @@ class ServerConfig:
     uds: str | None = flag(None, "listen on this Unix socket instead", group="server")
     api_key: list[str] = flag(
         [],
-        "keys that guard every route but health (also OCTAVO_API_KEY, VLLM_API_KEY)",
+        "keys that guard every route but health (also OCTAVO_API_KEY, VLLM_API_KEY); KEY=infer may "
+        "do no more than that",
         group="server",
         kind="list",
         top=True,
+    )
+    api_key_file: str | None = flag(
+        None,
+        "file of keys, a line each: NAME KEY SCOPES [weight=W]; read again when it changes",
+        group="server",
     )
     chat_template: str | None = flag(
         None, "Jinja template: a file or the text itself", group="server"
@@ -316,6 +321,9 @@ class ServerConfig:
         group="server",
         choices=REASONING_PARSERS,
     )
+    trust_request_chat_template: bool = flag(
+        False, "let a request bring its own chat template", group="server"
+    )
     allow_special_tokens_in_content: bool = flag(
         False, "let message text contain control tokens", group="server"
     )
@@ -337,6 +345,12 @@ class ServerConfig:
     allowed_origins: list[str] = flag(["*"], "CORS origins", group="server", kind="list")
     allowed_methods: list[str] = flag(["*"], "CORS methods", group="server", kind="list")
     allowed_headers: list[str] = flag(["*"], "CORS headers", group="server", kind="list")
+    middleware: list[str] = flag(
+        [],
+        "ASGI middleware around the server: dotted paths, the first outermost",
+        group="server",
+        kind="list",
+    )
     ssl_keyfile: str | None = flag(None, "TLS key", group="server")
     ssl_certfile: str | None = flag(None, "TLS certificate", group="server")
     ssl_ca_certs: str | None = flag(None, "TLS certificate authorities", group="server")
@@ -422,8 +436,9 @@ def available_memory() -> int:
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Environment of an engine process: one place decides thread pools."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    """Environment of an engine process: one place decides thread pools. API keys stay here."""
+    own = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
+    return {**own, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 # How long a compute thread that waits for the others spins before it sleeps (GNU OpenMP's unit,
@@ -530,7 +545,6 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--structured-outputs-config": "structured output",
     "--api-server-count": "several API processes",
     "--otlp-traces-endpoint": "tracing",
-    "--middleware": "ASGI middleware",
 }
 
 # Flags vLLM removed, still in people's scripts: accepted, and answered with what replaced them.

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": EVERYBODY | {"ops", "quant", "parallel", "checkpoint"},
     "worker": EVERYBODY | {"ops", "model", "parallel", "checkpoint", "core.plan"},
     "server": EVERYBODY
-    | {"engine.client", "engine.messages", "engine.admission", "engine.streams"}
+    | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"text", "checkpoint", "collector"},
     "llm": EVERYBODY | {"engine", "assembly", "text", "checkpoint"},
     "cli": {""},

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.server.beams import BeamGeneration
+from octavo.server.errors import TimedOut
 from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
 from octavo.server.render import rendered
+from octavo.server.sampling import beam_params
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
 from octavo.types import FinishReason, InvalidRequest, SamplingParams
 
 logger = logging.getLogger("octavo")
+T = TypeVar("T")
+
+MANY_LOGPROBS = 4096  # entries; about 10 ms of Python
 
 
 class Answer(ABC):
@@ -97,8 +104,24 @@ class Answer(ABC):
         async for batch in self.generation.pieces():
             for piece in batch:
                 pieces[piece.choice.index].append(piece)
-        choices = [self.choice(c, pieces[c.index]) for c in self.generation.choices]
-        return encode_json({**self.head(), "choices": choices, **self.members()})
+
+        def build() -> bytes:
+            choices = [self.choice(c, pieces[c.index]) for c in self.generation.choices]
+            return encode_json({**self.head(), "choices": choices, **self.members()})
+
+        entries = sum(len(r.ids) for batch in pieces.values() for p in batch for r in p.logprobs)
+        return await self._shaped(build, entries)
+
+    async def first_events(self, batch: list[Piece]) -> bytes:
+        """As ``events``, for pieces that bring the prompt's log-probabilities."""
+        return await self._shaped(lambda: self.events(batch), 0)
+
+    async def _shaped(self, build: Callable[[], bytes], num_logprobs: int) -> bytes:
+        """What ``build`` makes; in a thread where it has many log-probabilities to write."""
+        num_logprobs += self.generation.num_prompt_logprobs
+        if num_logprobs <= MANY_LOGPROBS:
+            return build()
+        return await self.state.workers.run(build, num_logprobs)
 
     # ---- usage ----
 
@@ -164,6 +187,23 @@ def check_priority(state: ServerState, priority: int | None) -> None:
         )
 
 
+async def in_time(
+    state: ServerState, timeout: float | None, arrival: float, work: Awaitable[T]
+) -> T:
+    """What ``work`` (reading the prompt) gives. Raises TimedOut where the request's timeout passes
+    meanwhile."""
+    if timeout is None:
+        return await work
+    try:
+        async with asyncio.timeout(arrival + timeout - time.monotonic()):
+            return await work
+    except TimeoutError:
+        state.metrics.num_timed_out += 1
+        raise TimedOut(
+            f"the request's timeout of {timeout:g} s has passed: its prompt was being read"
+        ) from None
+
+
 async def respond(
     state: ServerState,
     request: Request,
@@ -191,10 +231,17 @@ async def respond(
         arrival=arrival,
         priority=body.priority or 0,
         salt=state.salt(request.scope["octavo.key"], body.cache_salt),
+        tenant=request.scope["octavo.key"],
+        weight=request.scope["octavo.weight"],
         drop_output=drop_output,
+        timeout=body.timeout,
         marks=marks,
     )
-    generation = Generation(state, ask, request.receive)
+    beams = beam_params(body, params)
+    if beams is None:
+        generation = Generation(state, ask, request.receive)
+    else:
+        generation = BeamGeneration(state, ask, request.receive, beams)
     answer = answer_type(state, body, generation, name, warnings)
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.server import tokens
-from octavo.server.answers import respond
+from octavo.server.answers import in_time, respond
 from octavo.server.auth import App, KeyGuard
 from octavo.server.bodies import B, read_body
 from octavo.server.chat import chat_ids
@@ -30,6 +30,8 @@ from octavo.server.errors import (
     on_http_exception,
     on_unexpected_error,
 )
+from octavo.server.middleware import wrapped
+from octavo.server.page import add_page
 from octavo.server.protocol import (
     Body,
     ChatRequest,
@@ -61,11 +63,12 @@ SCHEMAS: dict[str, type[Body]] = {
 
 
 def create_app(state: ServerState) -> App:
-    """The whole application: CORS, request ids, keys, then routes."""
+    """The whole application: request ids, --middleware, CORS, keys, then routes. Raises
+    ConfigError for a middleware that cannot be used."""
     api = FastAPI(
         title="octavo",
         version=__version__,
-        root_path=state.server.root_path,
+        root_path=state.server.root_path.rstrip("/"),
         redirect_slashes=False,
         redoc_url=None,
     )
@@ -78,16 +81,17 @@ def create_app(state: ServerState) -> App:
     _add_text_routes(api, state)
     _add_health_routes(api, state)
     _add_facts_routes(api, state)
+    add_page(api, state.server.root_path)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     server = state.server
     guarded: App = CORSMiddleware(
-        KeyGuard(api, server.api_key, server.root_path),
+        KeyGuard(api, state.keys, api.routes, server.root_path),
         allow_origins=server.allowed_origins,
         allow_methods=server.allowed_methods,
         allow_headers=server.allowed_headers,
         expose_headers=["x-request-id", "retry-after"],
     )
-    return RequestIds(guarded, server.enable_request_id_headers)
+    return RequestIds(wrapped(guarded, server.middleware), server.enable_request_id_headers)
 
 
 def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
@@ -99,7 +103,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         state.check_serving()
         state.check_model(body.model)
         params = completion_params(body, state.client.info.default_sampling)
-        prompts = await prompts_of(state, body, request)
+        prompts = await in_time(state, body.timeout, arrival, prompts_of(state, body, request))
         return await respond(
             state, request, CompletionAnswer, body, params, prompts,
             arrival=arrival, prefix="cmpl", warnings=warnings,
@@ -114,7 +118,8 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         use = tool_use(body)
         try:
             params = chat_params(body, state.client.info.default_sampling)
-            ids = await chat_ids(state, body, body.messages, body.add_special_tokens, request)
+            prompt = chat_ids(state, body, body.messages, body.add_special_tokens, request)
+            ids = await in_time(state, body.timeout, arrival, prompt)
             answer_type, marks = reading(state, body, use, ids)
             return await respond(
                 state, request, answer_type, body, params, ([ids], [None]), marks=marks,
@@ -251,7 +256,6 @@ def _add_facts_routes(api: FastAPI, state: ServerState) -> None:
     async def server_info() -> Response:
         """The effective configuration; ``engine.reasons`` says why values not asked for are so."""
         server = dataclasses.asdict(state.server)
-        server["api_key"] = ["***"] * len(state.server.api_key)
         engine = state.client.info if state.client.problem() is None else None
         return _json({"engine": engine, "engine_config": state.config, "server_config": server})
 

@@ -14,8 +14,9 @@ from starlette.responses import Response
 from octavo.engine.admission import prepare_embedding
 from octavo.engine.messages import AddRequest, PooledPrompt, num_ids
 from octavo.engine.streams import MoreEvents
-from octavo.server.answers import check_priority, request_id
-from octavo.server.chat import chat_ids
+from octavo.server.answers import check_priority, in_time, request_id
+from octavo.server.auth import Scope
+from octavo.server.chat import chat_ids, check_without_messages
 from octavo.server.protocol import EmbeddingRequest
 from octavo.server.state import ServerState
 from octavo.server.streaming import encode_json
@@ -36,8 +37,8 @@ async def embed(
     name = request_id(request, body.request_id, "embd")
     answer = EmbeddingAnswer(state, body, name, arrival, warnings)
     try:
-        prompts = await inputs_of(state, body)
-        requests = answer.prepare(prompts, state.salt(request.scope["octavo.key"], body.cache_salt))
+        prompts = await in_time(state, body.timeout, arrival, inputs_of(state, body, request))
+        requests = answer.prepare(prompts, request.scope)
     except InvalidRequest as error:
         field = "input" if body.messages is None else "messages"
         raise InvalidRequest(
@@ -46,7 +47,7 @@ async def embed(
     if state.server.enable_log_requests:
         logger.info("%s: vectors of %d inputs", name, len(requests))
     submission = Submission(state, request.receive)
-    submission.begin()
+    submission.begin(arrival, body.timeout)
     try:
         for part in parts(requests, state):
             async for events in submission.run(part):
@@ -57,7 +58,9 @@ async def embed(
     return Response(answer.body(), 200, None, "application/json")
 
 
-async def inputs_of(state: ServerState, body: EmbeddingRequest) -> list[list[int]]:
+async def inputs_of(
+    state: ServerState, body: EmbeddingRequest, request: Request
+) -> list[list[int]]:
     """Token ids of each input. Raises InvalidRequest."""
     if (body.input is None) == (body.messages is None):
         raise InvalidRequest("send exactly one of input and messages", "input")
@@ -66,7 +69,8 @@ async def inputs_of(state: ServerState, body: EmbeddingRequest) -> list[list[int
         prompted = body.model_copy(
             update={"add_generation_prompt": bool(body.add_generation_prompt)}
         )
-        return [await chat_ids(state, prompted, body.messages, body.add_special_tokens)]
+        return [await chat_ids(state, prompted, body.messages, body.add_special_tokens, request)]
+    check_without_messages(body)
     given: Any = [body.input] if isinstance(body.input, str) else body.input
     if not given:
         raise InvalidRequest("input is an empty list", "input")
@@ -86,7 +90,7 @@ async def inputs_of(state: ServerState, body: EmbeddingRequest) -> list[list[int
     def encode() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens=special) for text in given]
 
-    return await state.encode(encode, sum(map(len, given)))
+    return await state.encode(encode, sum(map(len, given)), request)
 
 
 def parts(requests: list[AddRequest], state: ServerState) -> Iterator[list[AddRequest]]:
@@ -120,15 +124,19 @@ class EmbeddingAnswer:
         self._last_scheduled = arrival
         self._num_cached = 0
 
-    def prepare(self, prompts: list[list[int]], salt: bytes) -> list[AddRequest]:
-        """A request for each prompt, all or none. Raises InvalidRequest."""
+    def prepare(self, prompts: list[list[int]], scope: Scope) -> list[AddRequest]:
+        """A request for each prompt, all or none. ``scope``: of whose key. Raises
+        InvalidRequest."""
         client, body = self._state.client, self._body
+        tenant = scope["octavo.key"]
+        salt = self._state.salt(tenant, body.cache_salt)
         requests = [
             prepare_embedding(
                 client.info, ids, body.pooling or Pooling.LAST.value, handle=i,
                 request_id=f"{self._name}-{i}" if len(prompts) > 1 else self._name,
                 arrival=self._arrival, truncate_prompt_tokens=body.truncate_prompt_tokens,
-                priority=body.priority or 0, salt=salt,
+                priority=body.priority or 0, salt=salt, tenant=tenant,
+                weight=scope["octavo.weight"],
             )
             for i, ids in enumerate(prompts)
         ]  # fmt: skip

@@ -6,6 +6,7 @@ Both routes, streamed or not, read the same pieces, so that they cannot differ i
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from octavo.engine.messages import (
 )
 from octavo.engine.streams import MoreEvents, RequestStream, StepEvents
 from octavo.server.auth import Receive
-from octavo.server.errors import ClientGone, StepError
+from octavo.server.errors import ClientGone, StepError, TimedOut
 from octavo.server.state import ServerState
 from octavo.text.output import ChoiceText
 from octavo.types import FinishReason, InvalidRequest, RequestTimings, SamplingParams
@@ -82,7 +83,10 @@ class Ask:
     arrival: float
     priority: int = 0
     salt: bytes = b""
+    tenant: bytes = b""
+    weight: float = 1.0
     drop_output: bool = False
+    timeout: float | None = None  # seconds after arrival
     marks: Mapping[int, str] | None = None
 
 
@@ -94,7 +98,9 @@ class Generation:
         self._ask = ask
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._first: StepEvents | None = None
+        self.num_prompt_logprobs = 0  # entries, all positions and ranks
         self.prompts: list[Prompt] = []
         self.choices: list[Choice] = []
 
@@ -107,7 +113,11 @@ class Generation:
         self._state.num_in_flight += 1
         for request in requests:
             self._state.metrics.on_admitted(request.params, request.max_tokens)
-        self._watcher = asyncio.get_running_loop().create_task(self._watch_client())
+        loop = asyncio.get_running_loop()
+        self._watcher = loop.create_task(self._watch_client())
+        if self._ask.timeout is not None:
+            left = self._ask.arrival + self._ask.timeout - time.monotonic()
+            self._timer = loop.call_later(max(0.0, left), self._time_out)
         try:
             self._first = await anext(self._stream)
             self._refuse_rejected(self._first)
@@ -133,6 +143,8 @@ class Generation:
             return
         self._watcher.cancel()
         self._watcher = None
+        if self._timer is not None:
+            self._timer.cancel()
         self._state.num_in_flight -= 1
         self._state.client.abort(list(self._stream.open))
 
@@ -182,7 +194,8 @@ class Generation:
                 client.info, ask.params, ids, handle=i * n,
                 request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
                 arrival=ask.arrival, max_logprobs=self._state.config.model.max_logprobs,
-                priority=ask.priority, salt=ask.salt, bad_words=bad_words,
+                priority=ask.priority, salt=ask.salt, tenant=ask.tenant, weight=ask.weight,
+                bad_words=bad_words,
             )
             for i, ids in enumerate(ask.prompts)
         ]  # fmt: skip
@@ -218,6 +231,17 @@ class Generation:
             pass
         self._stream.fail(ClientGone())
         self._state.client.abort(list(self._stream.open))
+
+    def _time_out(self) -> None:
+        self._stream.fail(self._timed_out())
+        self._state.client.abort(list(self._stream.open))
+
+    def _timed_out(self) -> TimedOut:
+        self._state.metrics.num_timed_out += 1
+        doing = f"{self.num_output_tokens} tokens were generated"
+        if all(choice.timings.first_scheduled < 0 for choice in self.choices):
+            doing = "it was still in the queue"
+        return TimedOut(f"the request's timeout of {self._ask.timeout:g} s has passed: {doing}")
 
     def _refuse_rejected(self, events: StepEvents) -> None:
         for rejected in events.more.rejected if events.more else ():
@@ -333,6 +357,7 @@ class Generation:
         for i, (ids, values, rank) in enumerate(zip(rows.ids, rows.values, rows.ranks)):
             row = TokenLogprobRow(rows.handle, ids, values, rank)
             choice.prompt.logprobs[rows.start + i] = row
+            self.num_prompt_logprobs += len(ids)
 
 
 def _span(begin: float, end: float) -> float | None:

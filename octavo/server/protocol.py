@@ -38,11 +38,11 @@ def _only(value: str, why: str) -> BeforeValidator:
 
 
 _STRUCTURED = "structured output is not in this version"
-_BEAMS = "beam search is not in this version"
 _MEDIA = "only text is served in this version"
 
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Seconds = Annotated[Float, Field(gt=0, le=1e6)]
 Bool = Annotated[bool, Field(strict=True)]
 # Lists of ids may be long: they are checked without Python, and given up at the first fault.
 TokenId = Annotated[int, Field(strict=True)]
@@ -94,7 +94,11 @@ class GenerationRequest(Body):
     allowed_token_ids: TokenIds | None = None
     add_special_tokens: Bool | None = None
     echo: Bool | None = None
+    use_beam_search: Bool | None = None
+    length_penalty: Float | None = None
+    early_stopping: Bool | None = None
     priority: Int | None = None
+    timeout: Seconds | None = None
     request_id: str | None = Field(None, max_length=256)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
@@ -159,6 +163,7 @@ class ChatFields(Body):
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    chat_template: str | None = Field(None, max_length=1 << 20)
 
 
 class ChatRequest(GenerationRequest, ChatFields):
@@ -198,6 +203,7 @@ class EmbeddingRequest(ChatFields):
     priority: Int | None = None
     request_id: str | None = Field(None, max_length=256)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    timeout: Seconds | None = None
     user: str | None = None
 
 
@@ -220,9 +226,6 @@ LATER_FIELDS: dict[str, str] = {
     "guided_grammar": _STRUCTURED,
     "guided_decoding_backend": _STRUCTURED,
     "guided_whitespace_pattern": _STRUCTURED,
-    "use_beam_search": _BEAMS,
-    "length_penalty": _BEAMS,
-    "early_stopping": _BEAMS,
     "suffix": "fill-in-the-middle is not in this version",
     "prompt_embeds": "prompts as embeddings are not in this version",
     "functions": "functions are not in this version (nor in OpenAI's: use tools)",
@@ -238,14 +241,9 @@ LATER_FIELDS: dict[str, str] = {
     "repetition_detection": "repetition detection is not in this version",
     "kv_transfer_params": "KV transfer is not in this version",
     "vllm_xargs": "extra arguments of vLLM plug-ins are not in this version",
-    "chat_template": "a template in a request is not allowed here; the operator sets one with "
-    "--chat-template",
 }
 # Values that ask for nothing, so that a client's spelled-out default is no error.
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -30,6 +31,8 @@ class Workers:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "octavo-work")
         self._size = 0
+        self._lock = threading.Lock()
+        self._num_running = 0
         sys.setswitchinterval(SWITCH_INTERVAL)
 
     async def run(self, work: Callable[[], T], size: int, receive: Receive | None = None) -> T:
@@ -46,7 +49,7 @@ class Workers:
                 2.0,
             )
         self._size += size
-        job = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        job = asyncio.get_running_loop().run_in_executor(self._threads, self._counted, work)
         job.add_done_callback(lambda _: self._leave(size))
         if receive is None:
             return await job
@@ -61,9 +64,19 @@ class Workers:
             if not job.done():
                 job.cancel()
 
-    def close(self) -> None:
-        """Waits for nothing."""
+    def close(self) -> bool:
+        """Takes nothing more and drops what waits. Whether some of it is still running."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        return self._num_running > 0
+
+    def _counted(self, work: Callable[[], T]) -> T:
+        with self._lock:
+            self._num_running += 1
+        try:
+            return work()
+        finally:
+            with self._lock:
+                self._num_running -= 1
 
     def _leave(self, size: int) -> None:
         self._size -= size

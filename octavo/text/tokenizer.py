@@ -17,6 +17,8 @@ from octavo.text.pieces import PREFIX_SPACE
 from octavo.text.vocabulary import PrefixSpace, Vocabulary, spelled_bytes
 from octavo.types import InvalidRequest
 
+# Of one text: more than any model takes. Listing their ids is one call, which takes 50 ms.
+MOST_TOKENS = 5 << 18
 # Added tokens that structure a conversation without being flagged special: <think>, [INST] …
 _MARKER = re.compile(r"<.+>|\[.+\]|\{.+\}|\|.+\|", re.DOTALL)
 
@@ -240,6 +242,11 @@ def _encode(backend: Backend, text: str) -> list[int]:
     """A batch of one, since only a batch leaves Python to other threads meanwhile: seconds, for a
     text of megabytes. Without offsets, in half the time."""
     try:
-        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        encoding = backend.encode_batch_fast([text], add_special_tokens=False)[0]
     except TypeError:
         raise InvalidRequest("the text holds half a surrogate pair, which is not Unicode") from None
+    if len(encoding) > MOST_TOKENS:
+        raise InvalidRequest(
+            f"the text has {len(encoding)} tokens, at most {MOST_TOKENS} are read at once"
+        )
+    return encoding.ids

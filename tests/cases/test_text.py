@@ -44,13 +44,15 @@ def test_characters_over_tokens_arrive_whole(
     says: Server, scripted: ScriptedModel, route: str, fields: dict
 ):
     """T18: no chunk holds U+FFFD, and what was streamed is what would not have been."""
+    num_chunks = 0
     for index, script in enumerate(scripted.scripts):
         choices, _ = ask(says, route, index, **fields)
         assert len(choices) == fields.get("n", 1)
         for heard in choices:
             assert heard.outcome == (script.text, "stop", None)
             assert not any("\ufffd" in chunk for chunk in heard.chunks)
-            assert len(heard.chunks) > 1 or len(script.text) == 1
+            num_chunks += len(heard.chunks)
+    assert num_chunks > 2 * len(scripted.scripts)  # a slow reader gets several tokens in one
 
 
 def test_an_answer_that_ends_inside_a_character_ends_with_one_replacement(

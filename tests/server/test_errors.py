@@ -28,7 +28,7 @@ OUT_OF_RANGE = [
     ("cache_salt", ""), ("stream", "yes"), ("stream_options", {"include_usage": True}),
     ("guided_json", {"type": "object"}), ("guided_regex", "a"), ("guided_choice", ["a"]),
     ("structured_outputs", {"json": {}}), ("response_format", {"type": "json_object"}),
-    ("use_beam_search", True), ("length_penalty", 2.0), ("store", True), ("service_tier", "flex"),
+    ("early_stopping", True), ("length_penalty", 2.0), ("store", True), ("service_tier", "flex"),
     ("chat_template", "{{ x }}"), ("no_such_field", 1),
     ("n", 2**64 - 1), ("stop", ["ab"] * 1025), ("stop", ["a" * 65537]), ("bad_words", ["a"] * 1025),
     ("stop_token_ids", [97] * 261), ("allowed_token_ids", [97] * 261), ("x" * 100_000, 1),
