@@ -11,6 +11,7 @@ _HOMES = {
     "LLM": "octavo.llm",
     "AsyncLLM": "octavo.llm",
     "SamplingParams": "octavo.types",
+    "StructuredOutputsParams": "octavo.types",
     "RequestOutput": "octavo.types",
     "CompletionOutput": "octavo.types",
     "EmbeddingRequestOutput": "octavo.types",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         QueueFull,
         RequestOutput,
         SamplingParams,
+        StructuredOutputsParams,
     )
 
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
+from octavo.server.sampling import renamed_constraint
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
 from octavo.types import FinishReason, InvalidRequest, SamplingParams
@@ -138,10 +139,7 @@ class Answer(ABC):
 
     def stopped(self, choice: Choice) -> bool:
         """Whether the last token ended the choice (EOS, stop id) and is not in the text."""
-        by_id = choice.finish_reason == FinishReason.STOP and not isinstance(
-            choice.stop_reason, str
-        )
-        return by_id and not self.body.include_stop_str_in_output
+        return choice.finish_reason == FinishReason.STOP and choice.text.hides_last
 
 
 def request_id(request: Request, body: GenerationRequest, prefix: str) -> str:
@@ -184,6 +182,12 @@ async def respond(
         salt=state.salt(request.scope["octavo.key"], body.cache_salt),
         drop_output=drop_output,
     )
+    if params.structured_outputs is not None:
+        state.client.check_queue(1)  # before work is spent on it
+        try:
+            ask.grammar = await state.grammars.text(params.structured_outputs)
+        except InvalidRequest as error:
+            raise renamed_constraint(error, body) from None
     generation = Generation(state, ask, request.receive)
     answer = answer_type(state, body, generation, name, warnings)
     if state.server.enable_log_requests:

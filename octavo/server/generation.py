@@ -70,9 +70,10 @@ class Piece:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
-    """What a route wants generated. ``drop_output``: only the prompt's logprobs matter."""
+    """What a route wants generated. ``drop_output``: only the prompt's logprobs matter.
+    ``grammar``: the checked text of the parameters' ``structured_outputs``."""
 
     request_id: str
     prompts: list[list[int]]
@@ -82,6 +83,7 @@ class Ask:
     priority: int = 0
     salt: bytes = b""
     drop_output: bool = False
+    grammar: str = ""
 
 
 class Generation:
@@ -185,6 +187,7 @@ class Generation:
                 request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
                 arrival=ask.arrival, max_logprobs=self._state.config.model.max_logprobs,
                 priority=ask.priority, salt=ask.salt, bad_words=bad_words,
+                grammar=ask.grammar,
             )
             for i, ids in enumerate(ask.prompts)
         ]  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.config import EngineConfig
 from octavo.core.plan import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
+from octavo.grammar.grammars import Grammars
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.ops.needs import EDITS, LOGPROBS
@@ -99,8 +100,10 @@ class CudaRunner:
         path: Path,
         device: Device,
         load: Callable[[Path, EngineConfig, Progress, str], Model] = load_model,
+        grammars: Grammars | None = None,
     ) -> None:
         self.config = config
+        self.grammars = grammars
         self.path = path
         self.device = device
         self.load = load
@@ -152,7 +155,7 @@ class CudaRunner:
     def _reserve(self, sizes: Sizes, device: torch.device) -> None:
         """State and buffers of steps, with a cache of one block for the time being."""
         rows, vocab = sizes.max_num_seqs, self.model.spec.vocab_size
-        self.slots = Slots(rows, sizes.max_model_len, sizes.block_size, vocab)
+        self.slots = Slots(rows, sizes.max_model_len, sizes.block_size, vocab, self.grammars)
         tables = DeviceTables.allocate(
             rows, sizes.max_model_len, self.slots.max_blocks, vocab, device
         )
