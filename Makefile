@@ -14,7 +14,7 @@ PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo stop install install-test test lint types format hooks bench bench-gpu soak bench-guide clean distclean
+.PHONY: help demo stop install install-test test lint types format hooks bench bench-gpu soak fuzz bench-guide clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,9 @@ bench-gpu: install-test  ## speed on one GPU, offline and through the server
 
 soak: install-test  ## 200 streaming clients with random aborts for five minutes
 	@$(BIN)/python -m benchmarks.soak
+
+fuzz: install-test  ## 2,000 hostile requests to each POST route of a real server
+	@$(BIN)/python -m benchmarks.fuzz
 
 bench-guide: install-test  ## the guide's claims, measured on this machine
 	@$(BIN)/python -m benchmarks.guide_claims

@@ -12,6 +12,9 @@ _HOMES = {
     "AsyncLLM": "octavo.llm",
     "SamplingParams": "octavo.types",
     "StructuredOutputsParams": "octavo.types",
+    "BeamSearchParams": "octavo.types",
+    "BeamSearchOutput": "octavo.types",
+    "BeamSearchSequence": "octavo.types",
     "RequestOutput": "octavo.types",
     "CompletionOutput": "octavo.types",
     "EmbeddingRequestOutput": "octavo.types",
@@ -29,6 +32,9 @@ __all__ = [*_HOMES]
 if TYPE_CHECKING:
     from octavo.llm import LLM, AsyncLLM
     from octavo.types import (
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
         CompletionOutput,
         ConfigError,
         EmbeddingOutput,

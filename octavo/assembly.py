@@ -108,7 +108,7 @@ class Answer:
     def push_logprobs(self, row: TokenLogprobRow) -> None:
         choice = self._choices[row.handle - self.request.handle]
         if len(choice.logprobs) < len(choice.text.token_ids):
-            choice.logprobs.append(self._candidates(row.ids, row.values, row.rank))
+            choice.logprobs.append(candidates(self._tokenizer, row.ids, row.values, row.rank))
             choice.cumulative_logprob += row.values[0]
 
     def push_prompt_logprobs(self, rows: PromptLogprobRows) -> None:
@@ -116,7 +116,7 @@ class Answer:
             self._prompt_logprobs = [None] * len(self._prompt_ids)
         for offset, columns in enumerate(zip(rows.ids, rows.values, rows.ranks)):
             if columns[0]:
-                self._prompt_logprobs[rows.start + offset] = self._candidates(*columns)
+                self._prompt_logprobs[rows.start + offset] = candidates(self._tokenizer, *columns)
 
     def start(self, event: Started) -> None:
         """What choice 0 finds in the cache counts: the others find its blocks."""
@@ -162,14 +162,53 @@ class Answer:
             choice.stop_reason,
         )
 
-    def _candidates(self, ids: list[int], values: list[float], rank: int) -> TokenLogprobs:
-        """Column 0 is the token itself, with its rank; the rest are ranks 1, 2, …"""
-        ranks = [rank, *range(1, len(ids))]
-        found: TokenLogprobs = {}
-        for token, value, place in zip(ids, values, ranks):
-            text = self._tokenizer.token_text(token) if self._tokenizer else None
-            found.setdefault(token, Logprob(value, place, text))
-        return found
+
+def candidates(
+    tokenizer: Tokenizer | None, ids: list[int], values: list[float], rank: int
+) -> TokenLogprobs:
+    """Column 0 is the token itself, with its rank; the rest are ranks 1, 2, …"""
+    ranks = [rank, *range(1, len(ids))]
+    found: TokenLogprobs = {}
+    for token, value, place in zip(ids, values, ranks):
+        text = tokenizer.token_text(token) if tokenizer else None
+        found.setdefault(token, Logprob(value, place, text))
+    return found
+
+
+class Ranking:
+    """A request for the most likely tokens after a prompt: a step of a beam search."""
+
+    is_read_at_its_end = False
+
+    def __init__(self, request: AddRequest) -> None:
+        self.request = request
+        self.failure: OctavoError | None = None
+        self.row: TokenLogprobRow | None = None
+        self._ended = False
+
+    @property
+    def open_handles(self) -> list[int]:
+        return [] if self._ended else [self.request.handle]
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def start(self, event: Started) -> None: ...
+
+    def push(self, handle: int, token: int) -> bool:
+        return False
+
+    def push_logprobs(self, row: TokenLogprobRow) -> None:
+        self.row = row
+
+    def finish(self, event: Finished) -> None:
+        self._ended = True
+        if event.reason is FinishReason.ERROR:
+            self.failure = OctavoError(event.message)
+
+    def reject(self, error: InvalidRequest) -> None:
+        self._ended, self.failure = True, error
 
 
 class Vector:
@@ -183,7 +222,7 @@ class Vector:
         self.failure: OctavoError | None = None
         self._prompt_ids = prompt_ids[-num_ids(request.prompt_ids) :]
         self._normalize = normalize
-        self._values: NDArray[np.float32] | None = None
+        self._values: NDArray[np.float64] | None = None
         self._num_cached_tokens = 0
         self._ended = False
 
@@ -203,7 +242,7 @@ class Vector:
         self._num_cached_tokens = event.num_cached_tokens
 
     def set_values(self, pooled: PooledPrompt) -> None:
-        self._values = np.frombuffer(pooled.values, dtype="<f4")
+        self._values = pooled.vector(self._normalize)
 
     def finish(self, event: Finished) -> None:
         self._ended = True
@@ -218,33 +257,33 @@ class Vector:
     def output(self) -> EmbeddingRequestOutput:
         """Once it is finished and has not failed."""
         assert self._values is not None
-        values = self._values.astype(np.float64)
-        if self._normalize:
-            values /= max(float(np.linalg.norm(values)), 1e-12)
         return EmbeddingRequestOutput(
             self.request.request_id,
-            EmbeddingOutput(values.tolist()),
+            EmbeddingOutput(self._values.tolist()),
             self._prompt_ids,
             self.finished,
             self._num_cached_tokens,
         )
 
 
+Pending = Answer | Ranking | Vector
+
+
 class Assembler:
     """Routes each step's outputs to the answers they belong to."""
 
     def __init__(self) -> None:
-        self._answers: dict[int, Answer | Vector] = {}  # by handle of each open choice
+        self._answers: dict[int, Pending] = {}  # by handle of each open choice
         self.touched: list[Answer] = []  # by the last ``apply``
 
-    def add(self, answer: Answer | Vector) -> None:
+    def add(self, answer: Pending) -> None:
         for handle in answer.open_handles:
             self._answers[handle] = answer
 
     def apply(self, outputs: Outputs) -> list[int]:
         """Returns the handles whose text met a stop string: to be aborted."""
         answers = cast(dict[int, Answer], self._answers)  # vectors draw nothing
-        touched: dict[int, Answer | Vector] = {}  # by handle of choice 0, in order
+        touched: dict[int, Pending] = {}  # by handle of choice 0, in order
         stopped = []
         for handle, token in outputs.pairs():
             answer = answers[handle]
@@ -263,11 +302,11 @@ class Assembler:
         answers = cast(dict[int, Answer], self._answers)
         for handle, tokens in _by_handle(steps):
             answers[handle].extend(handle, tokens)
-        touched: dict[int, Answer | Vector] = {}
+        touched: dict[int, Pending] = {}
         for outputs in steps:
             self._apply_events(outputs, touched)
 
-    def _apply_events(self, outputs: Outputs, touched: dict[int, Answer | Vector]) -> None:
+    def _apply_events(self, outputs: Outputs, touched: dict[int, Pending]) -> None:
         """All but drawn tokens."""
         answers = self._answers
         for started in outputs.started:

@@ -334,6 +334,12 @@ class ServerConfig:
     allowed_origins: list[str] = flag(["*"], "CORS origins", group="server", kind="list")
     allowed_methods: list[str] = flag(["*"], "CORS methods", group="server", kind="list")
     allowed_headers: list[str] = flag(["*"], "CORS headers", group="server", kind="list")
+    middleware: list[str] = flag(
+        [],
+        "ASGI middleware around the server: dotted paths, the first outermost",
+        group="server",
+        kind="list",
+    )
     ssl_keyfile: str | None = flag(None, "TLS key", group="server")
     ssl_certfile: str | None = flag(None, "TLS certificate", group="server")
     ssl_ca_certs: str | None = flag(None, "TLS certificate authorities", group="server")
@@ -349,10 +355,18 @@ class ServerConfig:
     )
 
 
+KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
+
+
 def environment_api_keys() -> list[str]:
     """Keys from OCTAVO_API_KEY and VLLM_API_KEY (each may hold several, comma-separated)."""
-    found = (os.environ.get(name, "") for name in ("OCTAVO_API_KEY", "VLLM_API_KEY"))
+    found = (os.environ.get(name, "") for name in KEY_VARIABLES)
     return [key.strip() for value in found for key in value.split(",") if key.strip()]
+
+
+def environment_without_keys() -> dict[str, str]:
+    """For a server that only its parent can reach."""
+    return {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
 
 
 def model_cache_dir() -> Path:
@@ -432,6 +446,12 @@ def prepare_torch() -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+
+
+def prepare_tokenizers() -> None:
+    """The tokenizers library runs in the threads that call it: texts come one by one, and its own
+    pool would only be one more hop."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def from_flags(config: type[C], values: dict[str, Any]) -> C:
@@ -517,7 +537,6 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--reasoning-parser": "reasoning parsers",
     "--api-server-count": "several API processes",
     "--otlp-traces-endpoint": "tracing",
-    "--middleware": "ASGI middleware",
 }
 
 # Flags vLLM removed, still in people's scripts: accepted, and answered with what replaced them.

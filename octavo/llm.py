@@ -10,19 +10,25 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octavo.assembly import Answer, Assembler, Vector
+from octavo.assembly import Answer, Assembler, Pending, Ranking, Vector, candidates
 from octavo.checkpoint.locate import ModelFiles, locate
 from octavo.config import EngineConfig, from_flags
 from octavo.engine.admission import prepare, prepare_embedding
-from octavo.engine.messages import EngineInfo, EngineStats, Outputs
+from octavo.engine.beams import Beam, BeamSearch
+from octavo.engine.messages import EngineInfo, EngineStats, Outputs, unpack_ids
 from octavo.grammar.compile import grammar_text
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.text.chat import ChatTemplate, check_template_variables, load_chat_template
+from octavo.text.output import ChoiceText, stop_string_in
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.types import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSearchSequence,
     EmbeddingRequestOutput,
     EngineDead,
     InvalidRequest,
@@ -211,6 +217,64 @@ class LLM(_Frontend):
         self._run(vectors, use_tqdm)
         return [vector.output() for vector in vectors]
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The ``beam_width`` best continuations of each prompt (docs/sampling.md). The searches go
+        step by step together, at most ``concurrency_limit`` prompts at a time.
+
+        Raises InvalidRequest before anything runs if one of them can never run.
+        """
+        searches = [self._search(prompt, params) for prompt in _listed(prompts)]
+        limit = concurrency_limit or max(1, len(searches))
+        with _Progress(len(searches), use_tqdm) as progress:
+            for begin in range(0, len(searches), limit):
+                live = searches[begin : begin + limit]
+                while live:
+                    self._advance(live)
+                    progress.add(sum(search.done for search in live))
+                    live = [search for search in live if not search.done]
+        return [
+            BeamSearchOutput([self._sequence(search, beam) for beam in search.best()])
+            for search in searches
+        ]
+
+    def _search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearch:
+        params.validate()
+        limits = params.sampling_params()
+        request = self._answer(prompt, limits, None).request
+        scan = partial(stop_string_in, self.tokenizer, limits)
+        return BeamSearch(request, params, self.info, scan if params.stop else lambda tokens: None)
+
+    def _advance(self, searches: Sequence[BeamSearch]) -> None:
+        """One step of each."""
+        steps = []
+        for search in searches:
+            steps.append([Ranking(request) for request in search.requests(self._next_handle)])
+            self._next_handle += len(steps[-1])
+        self._run([ranking for step in steps for ranking in step], False)
+        for search, step in zip(searches, steps):
+            search.advance([ranking.row for ranking in step if ranking.row is not None])
+
+    def _sequence(self, search: BeamSearch, beam: Beam) -> BeamSearchSequence:
+        text = ChoiceText(
+            self.tokenizer, search.params.sampling_params(), eos_ids=self.info.eos_ids
+        )
+        text.push(beam.tokens)
+        text.finish()
+        return BeamSearchSequence(
+            tokens=[*unpack_ids(search.request.prompt_ids).tolist(), *beam.tokens],
+            text=text.text,
+            cum_logprob=beam.cum_logprob,
+            logprobs=[candidates(self.tokenizer, r.ids, r.values, r.rank) for r in beam.rows],
+            finish_reason=beam.finish_reason,
+            stop_reason=beam.stop_reason,
+        )
+
     def chat(
         self,
         messages: list[Message] | list[list[Message]],
@@ -269,7 +333,7 @@ class LLM(_Frontend):
             )
         return list(given)
 
-    def _run(self, answers: Sequence[Answer | Vector], show_progress: bool) -> None:
+    def _run(self, answers: Sequence[Pending], show_progress: bool) -> None:
         """Until all are finished. Raises the first one's failure."""
         if not self._usable:
             raise EngineDead("the engine was closed, or stopped in the middle of a step")
@@ -302,7 +366,7 @@ class LLM(_Frontend):
         for answer in answers:
             answer.raise_failure()
 
-    def _abandon(self, answers: Sequence[Answer | Vector]) -> None:
+    def _abandon(self, answers: Sequence[Pending]) -> None:
         """Empties the engine of these; it is usable again once that has gone through."""
         self._usable = False
         self.engine.abort([h for answer in answers for h in answer.open_handles])
@@ -461,6 +525,10 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def add(self, num_finished: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, advance=num_finished)
 
     def update(self, outputs: Outputs) -> None:
         self._tokens += len(outputs.tokens) // 4

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 MOST_STRINGS = 1024
 MOST_CHARACTERS = 65536
 MOST_SHOWN = 200  # characters of a refused value in a message
+MOST_LENGTH_PENALTY = 10.0  # beyond it the powers of lengths leave the range of floats
 
 
 class OctavoError(Exception):
@@ -252,6 +253,61 @@ class SamplingParams:
             given.validate()
 
 
+@dataclass(slots=True)
+class BeamSearchParams:
+    """A beam search: ``beam_width`` continuations by their log-probability, nothing is drawn.
+
+    The score of a continuation is its log-probability / (its tokens ** ``length_penalty``).
+    ``early_stopping`` ends the search once ``beam_width`` are complete; else it goes on until none
+    better can follow. ``max_tokens`` None means all that fits.
+    """
+
+    beam_width: int
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool = False
+    min_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises InvalidRequest naming the first field that cannot be."""
+        width, penalty = self.beam_width, self.length_penalty
+        _check(_is_integer(width) and width >= 1, "beam_width", width, "an integer, at least 1")
+        _check(
+            _is_finite(penalty) and abs(penalty) <= MOST_LENGTH_PENALTY,
+            "length_penalty", penalty, f"in [{-MOST_LENGTH_PENALTY:g}, {MOST_LENGTH_PENALTY:g}]",
+        )  # fmt: skip
+        _check(
+            self.temperature in (0, 1), "temperature", self.temperature,
+            "0 or 1 in a beam search, which draws nothing: it ranks by the model's own "
+            "log-probabilities",
+        )  # fmt: skip
+
+    def sampling_params(self) -> SamplingParams:
+        """The same limits and ends for so many choices; checks them."""
+        return SamplingParams(
+            n=self.beam_width,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
 _INTEGERS = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
@@ -344,6 +400,26 @@ class CompletionOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A continuation that ``LLM.beam_search`` found; names as in vLLM. ``tokens``: the prompt's and
+    its own; ``text``: of its own alone; ``logprobs``: of its own."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best continuations of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)

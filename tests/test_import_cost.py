@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.fixtures import models
+
 HEAVY = ("torch", "triton", "transformers", "pandas", "scipy")
 LIGHT_MODULES = {
     "octavo": (*HEAVY, "numpy", "fastapi"),
@@ -44,3 +46,19 @@ def test_a_cpu_never_imports_triton():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "torch" in done.stdout.split() and "triton" not in done.stdout.split()
+
+
+def test_a_start_on_a_cpu_does_not_import_torchs_compiler():
+    script = (
+        "import sys; from pathlib import Path; from octavo.config import *; prepare_torch();"
+        "from octavo.worker.runner import Runner;"
+        "path = sys.argv[1]; config = EngineConfig(model=ModelConfig(model=path));"
+        "Runner(config, Path(path)).start(lambda *news: None); print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", script, str(models.path("R"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "torch" in loaded
+    heavy = ("torch._dynamo", "torch._inductor", "sympy", "triton")
+    assert [name for name in heavy if name in loaded] == []

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": EVERYBODY | {"ops", "quant", "parallel", "checkpoint"},
     "worker": EVERYBODY | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"},
     "server": EVERYBODY
-    | {"engine.client", "engine.messages", "engine.admission", "engine.streams"}
+    | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"text", "checkpoint", "collector", "grammar"},
     "llm": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
     "cli": {""},

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from octavo.cli.connection import Connection
 from octavo.cli.console import PhaseLine
+from octavo.config import environment_without_keys
 from octavo.types import ConfigError, OctavoError
 
 _STOP_SECONDS = 10.0
@@ -37,6 +38,7 @@ def local_server(tokens: list[str], label: str | None = None) -> Iterator[Connec
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=environment_without_keys(),  # the socket's directory is ours alone
                 start_new_session=True,  # Ctrl-C is for the command, which then ends the server
                 preexec_fn=_die_with_parent,
             )

@@ -22,11 +22,11 @@ COMMANDS = {
     "pull": ("octavo.cli.pull", "fetch a model into the cache"),
     "models": ("octavo.cli.models", "what can be served, and what is on this machine"),
     "template-check": ("octavo.cli.template_check", "try a model's chat template"),
+    "run-batch": ("octavo.cli.run_batch", "answer a file of requests"),
     "bench": ("octavo.cli.bench.main", "measure: serve, throughput, latency, startup"),
     "collect-env": ("octavo.cli.collect_env", "facts about this machine for a bug report"),
 }
 COMMANDS_OF_LATER_VERSIONS = {
-    "run-batch": "batch files",
     "plan": "memory planning without a GPU",
     "doctor": "self-diagnosis",
     "quantize": "quantization",

@@ -91,6 +91,8 @@ def prepare_embedding(
     request_id: str,
     arrival: float,
     truncate_prompt_tokens: int | None = None,
+    priority: int = 0,
+    salt: bytes = b"",
 ) -> AddRequest:
     """A request for a prompt's vector. ``truncate_prompt_tokens`` keeps the last so many tokens; -1
     as many as the model takes. Raises InvalidRequest, naming the field, when it can never run."""
@@ -99,6 +101,7 @@ def prepare_embedding(
     keep = info.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
     params = SamplingParams(max_tokens=0, truncate_prompt_tokens=keep)
     params.validate()
+    _check_priority(priority)
     ids = _truncated(info, params, _checked_ids(info, prompt_ids))
     if not len(ids):
         raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
@@ -118,6 +121,8 @@ def prepare_embedding(
         params=params.settled(truncate_prompt_tokens=None),
         max_tokens=0,
         arrival=arrival,
+        priority=priority,
+        salt=salt,
         pooling=Pooling(pooling),
     )
 
@@ -138,8 +143,7 @@ def _check_parameters(
             "(--max-num-seqs)",
             "n",
         )
-    if not -INT32 <= priority < INT32:
-        raise InvalidRequest(f"priority is {priority}; it must be a 32-bit integer", "priority")
+    _check_priority(priority)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         tokens = getattr(params, name) or ()
         if len(tokens) > info.vocab_size:
@@ -164,6 +168,11 @@ def _check_parameters(
                 "(--max-logprobs)",
                 name,
             )
+
+
+def _check_priority(priority: int) -> None:
+    if not -INT32 <= priority < INT32:
+        raise InvalidRequest(f"priority is {priority}; it must be a 32-bit integer", "priority")
 
 
 def _checked_ids(info: EngineInfo, prompt_ids: Sequence[int]) -> np.ndarray[Any, Any]:

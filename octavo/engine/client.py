@@ -209,14 +209,17 @@ class ProcessClient:
         self._next_handle += count
         return first
 
-    def submit(self, requests: Sequence[AddRequest]) -> RequestStream:
+    def submit(self, requests: Sequence[AddRequest], continuing: bool = False) -> RequestStream:
         """Sends prepared requests, all or none, and returns the stream of their events.
+        ``continuing``: they go on with work that was admitted before, so the queue's bounds do not
+        hold for them.
 
         Raises EngineDead when the engine cannot take them, QueueFull when too much waits.
         """
         gate = self._require_gate()
         now = time.monotonic()
-        self.check_queue(len(requests), sum(len(r.prompt_ids) // 4 for r in requests))
+        if not continuing:
+            self.check_queue(len(requests), sum(len(r.prompt_ids) // 4 for r in requests))
         handles = [r.handle + i for r in requests for i in range(r.params.n)]
         stream = RequestStream(self._loop, handles)
         for request in requests:
@@ -369,6 +372,9 @@ class ProcessClient:
         for rows in outputs.prompt_logprobs:
             if (entry := entries.get(rows.handle)) is not None:
                 entry.stream.more().prompt_logprobs.append(rows)
+        for pooled in outputs.pooled:
+            if (entry := entries.get(pooled.handle)) is not None:
+                entry.stream.more().pooled.append(pooled)
         for finished in outputs.finished:
             if (entry := entries.get(finished.handle)) is not None:
                 self._end(finished.handle, finished.reason)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.core.plan import Int32
 from octavo.grammar.vocabulary import Vocabulary
@@ -103,6 +104,7 @@ class EngineInfo(msgspec.Struct):
     reasons: dict[str, str]  # setting -> why it has the value it has, for those not asked for
     default_sampling: dict[str, Any] = {}  # from generation_config.json
     device_kind: str = "cpu"  # for code: "cpu" or "cuda"
+    hidden_size: int = 0  # values of a prompt's vector
 
 
 class Ready(Message, tag=True):
@@ -158,6 +160,11 @@ class PooledPrompt(msgspec.Struct, array_like=True):
 
     handle: int
     values: bytes
+
+    def vector(self, normalize: bool) -> NDArray[np.float64]:
+        """[hidden]; ``normalize``: of length 1."""
+        vector = np.frombuffer(self.values, dtype="<f4").astype(np.float64)
+        return vector / max(float(np.linalg.norm(vector)), 1e-12) if normalize else vector
 
 
 class EngineStats(msgspec.Struct, array_like=True):

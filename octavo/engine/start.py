@@ -44,6 +44,7 @@ def start_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Exec
         reasons=found.reasons,
         default_sampling=sampling,
         device_kind=found.device_kind,
+        hidden_size=found.hidden_size,
     )
     return Engine(config, info, executor, grammars=grammars), executor
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from octavo.engine.messages import (
     Finished,
+    PooledPrompt,
     PromptLogprobRows,
     Rejected,
     Started,
@@ -21,6 +22,7 @@ class MoreEvents:
 
     logprobs: list[TokenLogprobRow] = field(default_factory=list)  # in the order of the tokens
     prompt_logprobs: list[PromptLogprobRows] = field(default_factory=list)
+    pooled: list[PooledPrompt] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)

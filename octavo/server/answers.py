@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.server.beams import BeamGeneration
+from octavo.server.errors import TimedOut
 from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
-from octavo.server.sampling import renamed_constraint
+from octavo.server.render import rendered
+from octavo.server.sampling import beam_params, renamed_constraint
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
-from octavo.types import FinishReason, InvalidRequest, SamplingParams
+from octavo.types import FinishReason, InvalidRequest, SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("octavo")
+T = TypeVar("T")
+
+MANY_LOGPROBS = 4096  # entries; about 10 ms of Python
 
 
 class Answer(ABC):
     """A response in the making. Subclasses give the shape of a choice and of events."""
 
     kind: ClassVar[str]
+    several: ClassVar[bool] = False  # a body may hold several prompts
     event_kind: ClassVar[str]
     body: GenerationRequest
 
@@ -95,8 +104,24 @@ class Answer(ABC):
         async for batch in self.generation.pieces():
             for piece in batch:
                 pieces[piece.choice.index].append(piece)
-        choices = [self.choice(c, pieces[c.index]) for c in self.generation.choices]
-        return encode_json({**self.head(), "choices": choices, **self.members()})
+
+        def build() -> bytes:
+            choices = [self.choice(c, pieces[c.index]) for c in self.generation.choices]
+            return encode_json({**self.head(), "choices": choices, **self.members()})
+
+        entries = sum(len(r.ids) for batch in pieces.values() for p in batch for r in p.logprobs)
+        return await self._shaped(build, entries)
+
+    async def first_events(self, batch: list[Piece]) -> bytes:
+        """As ``events``, for pieces that bring the prompt's log-probabilities."""
+        return await self._shaped(lambda: self.events(batch), 0)
+
+    async def _shaped(self, build: Callable[[], bytes], num_logprobs: int) -> bytes:
+        """What ``build`` makes; in a thread where it has many log-probabilities to write."""
+        num_logprobs += self.generation.num_prompt_logprobs
+        if num_logprobs <= MANY_LOGPROBS:
+            return build()
+        return await self.state.workers.run(build, num_logprobs)
 
     # ---- usage ----
 
@@ -142,14 +167,49 @@ class Answer(ABC):
         return choice.finish_reason == FinishReason.STOP and choice.text.hides_last
 
 
-def request_id(request: Request, body: GenerationRequest, prefix: str) -> str:
+def request_id(request: Request, given: str | None, prefix: str) -> str:
     """``prefix-ID`` with the client's id (field, or X-Request-Id header), or a random one."""
-    sent = body.request_id or request.scope["octavo.request_id"]
+    sent = given or request.scope["octavo.request_id"]
     if len(sent) > 256 or not sent.isprintable() or not sent.isascii():
         raise InvalidRequest(
             "request_id must be at most 256 printable ASCII characters", "request_id"
         )
     return f"{prefix}-{sent}"
+
+
+def check_priority(state: ServerState, priority: int | None) -> None:
+    if priority and state.config.scheduler.scheduling_policy != "priority":
+        raise InvalidRequest(
+            "priority needs a server that runs with --scheduling-policy priority", "priority"
+        )
+
+
+async def in_time(
+    state: ServerState, body: GenerationRequest, arrival: float, work: Awaitable[T]
+) -> T:
+    """What ``work`` (reading the prompt) gives. Raises TimedOut where the request's timeout passes
+    meanwhile."""
+    if body.timeout is None:
+        return await work
+    try:
+        async with asyncio.timeout(arrival + body.timeout - time.monotonic()):
+            return await work
+    except TimeoutError:
+        state.metrics.num_timed_out += 1
+        raise TimedOut(
+            f"the request's timeout of {body.timeout:g} s has passed: its prompt was being read"
+        ) from None
+
+
+async def _grammar(
+    state: ServerState, body: GenerationRequest, constraint: StructuredOutputsParams
+) -> str:
+    """The checked grammar of a constraint. Raises InvalidRequest naming the client's field."""
+    state.client.check_queue(1)  # before work is spent on it
+    try:
+        return await state.grammars.text(constraint)
+    except InvalidRequest as error:
+        raise renamed_constraint(error, body) from None
 
 
 async def respond(
@@ -164,14 +224,12 @@ async def respond(
     prefix: str,
     warnings: list[str],
     drop_output: bool = False,
+    render: bool = False,
 ) -> Response:
     """Runs the generation. Errors before the first event are raised; the app answers them.
-    ``drop_output``: see ``Ask``."""
-    name = request_id(request, body, prefix)
-    if body.priority and state.config.scheduler.scheduling_policy != "priority":
-        raise InvalidRequest(
-            "priority needs a server that runs with --scheduling-policy priority", "priority"
-        )
+    ``drop_output``: see ``Ask``. ``render``: all but the generation, told as JSON."""
+    name = request_id(request, body.request_id, prefix)
+    check_priority(state, body.priority)
     ask = Ask(
         request_id=name,
         prompts=prompts[0],
@@ -181,17 +239,21 @@ async def respond(
         priority=body.priority or 0,
         salt=state.salt(request.scope["octavo.key"], body.cache_salt),
         drop_output=drop_output,
+        timeout=body.timeout,
     )
-    if params.structured_outputs is not None:
-        state.client.check_queue(1)  # before work is spent on it
-        try:
-            ask.grammar = await state.grammars.text(params.structured_outputs)
-        except InvalidRequest as error:
-            raise renamed_constraint(error, body) from None
-    generation = Generation(state, ask, request.receive)
+    beams = beam_params(body, params)
+    if (constraint := params.structured_outputs) is not None:
+        ask.grammar = await in_time(state, body, arrival, _grammar(state, body, constraint))
+    if beams is None:
+        generation = Generation(state, ask, request.receive)
+    else:
+        generation = BeamGeneration(state, ask, request.receive, beams)
     answer = answer_type(state, body, generation, name, warnings)
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
+    if render:
+        several = answer_type.several
+        return rendered(state, answer.model, await generation.prepared(), warnings, several)
     await generation.begin()
     if body.stream:
         return EventStream(answer)

@@ -17,11 +17,12 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.server import tokens
-from octavo.server.answers import respond
+from octavo.server.answers import in_time, respond
 from octavo.server.auth import App, KeyGuard
 from octavo.server.bodies import B, read_body
 from octavo.server.chat import ChatAnswer, chat_ids, check_tools
 from octavo.server.completions import CompletionAnswer, prompts_of
+from octavo.server.embeddings import embed
 from octavo.server.errors import (
     ClientGone,
     describe,
@@ -29,11 +30,13 @@ from octavo.server.errors import (
     on_http_exception,
     on_unexpected_error,
 )
+from octavo.server.middleware import wrapped
 from octavo.server.protocol import (
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     NoFields,
     TokenizeRequest,
 )
@@ -46,7 +49,10 @@ Route = Callable[[Request], Awaitable[Response]]
 
 SCHEMAS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
+    "/v1/completions/render": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions/render": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/reset_prefix_cache": NoFields,
@@ -54,7 +60,8 @@ SCHEMAS: dict[str, type[Body]] = {
 
 
 def create_app(state: ServerState) -> App:
-    """The whole application: CORS, request ids, keys, then routes."""
+    """The whole application: request ids, --middleware, CORS, keys, then routes. Raises
+    ConfigError for a middleware that cannot be used."""
     api = FastAPI(
         title="octavo",
         version=__version__,
@@ -62,6 +69,7 @@ def create_app(state: ServerState) -> App:
         redirect_slashes=False,
         redoc_url=None,
     )
+    api.state.workers = state.workers
     api.add_exception_handler(HTTPException, on_http_exception)
     api.add_exception_handler(OctavoError, _counting_errors(state))
     api.add_exception_handler(ClientGone, _on_client_gone)
@@ -79,30 +87,26 @@ def create_app(state: ServerState) -> App:
         allow_headers=server.allowed_headers,
         expose_headers=["x-request-id", "retry-after"],
     )
-    return RequestIds(guarded, server.enable_request_id_headers)
+    return RequestIds(wrapped(guarded, server.middleware), server.enable_request_id_headers)
 
 
 def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
     lenient = state.server.lenient
 
-    @api.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        """Continues a text (or token ids)."""
+    async def complete(request: Request, render: bool = False) -> Response:
         arrival = time.monotonic()
         body, warnings = await read_body(request, CompletionRequest, lenient)
         state.check_serving()
         state.check_model(body.model)
         params = completion_params(body, state.client.info.default_sampling)
-        prompts = await prompts_of(state, body)
+        prompts = await in_time(state, body, arrival, prompts_of(state, body, request))
         return await respond(
             state, request, CompletionAnswer, body, params, prompts,
             arrival=arrival, prefix="cmpl", warnings=warnings,
-            drop_output=bool(body.echo) and body.max_tokens == 0,
+            drop_output=bool(body.echo) and body.max_tokens == 0, render=render,
         )  # fmt: skip
 
-    @api.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        """Answers a conversation."""
+    async def chat(request: Request, render: bool = False) -> Response:
         arrival = time.monotonic()
         body, warnings = await read_body(request, ChatRequest, lenient)
         state.check_serving()
@@ -110,13 +114,42 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         check_tools(body)
         try:
             params = chat_params(body, state.client.info.default_sampling)
-            ids = await chat_ids(state, body, body.messages, body.add_special_tokens)
+            reading = chat_ids(state, body, body.messages, body.add_special_tokens, request)
+            ids = await in_time(state, body, arrival, reading)
             return await respond(
                 state, request, ChatAnswer, body, params, ([ids], [None]),
-                arrival=arrival, prefix="chatcmpl", warnings=warnings,
+                arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,
             )  # fmt: skip
         except InvalidRequest as error:
             raise renamed_for_chat(error, body) from None
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continues a text (or token ids)."""
+        return await complete(request)
+
+    @api.post("/v1/completions/render")
+    async def render_completion(request: Request) -> Response:
+        """What /v1/completions would give the model: nothing is generated."""
+        return await complete(request, render=True)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        """Answers a conversation."""
+        return await chat(request)
+
+    @api.post("/v1/chat/completions/render")
+    async def render_chat(request: Request) -> Response:
+        """What /v1/chat/completions would give the model: nothing is generated."""
+        return await chat(request, render=True)
+
+    @api.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        """Vectors of texts (or token ids, or a conversation)."""
+        body, warnings = await read_body(request, EmbeddingRequest, lenient)
+        state.check_serving()
+        state.check_model(body.model)
+        return await embed(state, request, body, warnings)
 
 
 def _add_text_routes(api: FastAPI, state: ServerState) -> None:
@@ -124,13 +157,13 @@ def _add_text_routes(api: FastAPI, state: ServerState) -> None:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation through the chat template."""
         body = await _read(state, request, TokenizeRequest)
-        return _json(await tokens.tokenize(state, body))
+        return _json(await tokens.tokenize(state, body, request))
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await _read(state, request, DetokenizeRequest)
-        return _json(tokens.detokenize(state, body))
+        return _json(await tokens.detokenize(state, body, request))
 
     @api.get("/tokenizer_info")
     async def tokenizer_info() -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,7 +16,14 @@ from octavo.server.protocol import HARMLESS_VALUES, LATER_FIELDS, Body
 from octavo.types import EngineDead, InvalidRequest
 
 MAX_BODY_BYTES = 32 << 20
+LONG_BODY = 32 << 10  # bytes; longer ones are parsed and checked in a thread
 LONGEST_NAME = 64  # characters of an unknown field's name that are compared with known ones
+MOST_UNKNOWN = 64  # unknown fields that --lenient lists
+# What parsing and validating may cost, since each is one call of C that no other thread divides: a
+# million numbers, or 50,000 texts or objects, take about 50 ms.
+MOST_COST = 1_000_000
+LIST_COST, TEXT_COST = 5, 20
+MOST_ESCAPES = 2_000_000  # backslashes and quotes within texts, of a body that may cost too much
 
 B = TypeVar("B", bound=Body)
 
@@ -29,12 +37,24 @@ async def read_body(
     of nesting and unpaired surrogates.
     """
     raw = await _read(request)
+    request.scope["octavo.body_size"] = len(raw)
     if optional and not raw:
         return schema(), []
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         shown = repr(kind) if kind else "missing"
         raise InvalidRequest(f"the content type is {shown}; send application/json")
+    if len(raw) <= LONG_BODY:
+        return parse_body(raw, schema, lenient)
+    parse = partial(parse_body, raw, schema, lenient)
+    workers = request.app.state.workers
+    return await workers.run(parse, len(raw), request.receive)  # type: ignore[no-any-return]
+
+
+def parse_body(raw: bytes, schema: type[B], lenient: bool = False) -> tuple[B, list[str]]:
+    """As ``read_body``, of the bytes."""
+    if len(raw) > LONG_BODY:
+        _check_cost(raw)
     try:
         fields = from_json(raw)
     except ValueError as error:
@@ -46,6 +66,27 @@ async def read_body(
         return schema.model_validate(fields), warnings
     except ValidationError as error:
         raise _as_invalid_request(error, schema) from None
+
+
+def _check_cost(raw: bytes) -> None:
+    """Raises InvalidRequest for JSON of too many values."""
+    if _cost(raw, raw.count(b'"') // 2) <= MOST_COST:
+        return  # even if all that looks like values were outside of texts
+    num_escapes = raw.count(rb"\\") + raw.count(rb"\"")
+    if num_escapes <= MOST_ESCAPES:
+        plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+        parts = plain.split(b'"', 2 * MOST_COST // TEXT_COST)  # outside, inside of texts, and so on
+    if num_escapes > MOST_ESCAPES or _cost(b"".join(parts[::2]), len(parts) // 2) > MOST_COST:
+        raise InvalidRequest(
+            f"the body of {len(raw)} bytes holds too many JSON values: at most {MOST_COST} "
+            f"numbers, or {MOST_COST // TEXT_COST} texts and objects (the names of fields count), "
+            "are read at once"
+        )
+
+
+def _cost(raw: bytes, num_texts: int) -> int:
+    num_lists, num_objects = raw.count(b"["), raw.count(b"{")
+    return raw.count(b",") + LIST_COST * num_lists + TEXT_COST * (num_texts + num_objects)
 
 
 async def _read(request: Request) -> bytes:
@@ -70,7 +111,10 @@ def _settle_unknown_fields(fields: dict[str, Any], schema: type[Body], lenient: 
     """Removes fields the schema lacks, with a warning or InvalidRequest; known fields of later
     versions silently where their value asks for nothing."""
     warnings = []
-    for name in [name for name in fields if name not in schema.model_fields]:
+    unknown = [name for name in fields if name not in schema.model_fields]
+    if len(unknown) > MOST_UNKNOWN:
+        raise InvalidRequest(f"the body has {len(unknown)} unknown fields, {unknown[0]!r} first")
+    for name in unknown:
         value = fields.pop(name)
         if name in LATER_FIELDS:
             if value is None or value in HARMLESS_VALUES.get(name, ()):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.requests import Request
+
 from octavo.server.answers import Answer
 from octavo.server.generation import Choice, Piece
 from octavo.server.logprobs import chat_entries, prompt_logprobs
@@ -15,11 +17,14 @@ from octavo.types import InvalidRequest
 
 
 async def chat_ids(
-    state: ServerState, body: ChatFields, messages: list[Message], add_special_tokens: bool | None
+    state: ServerState,
+    body: ChatFields,
+    messages: list[Message],
+    add_special_tokens: bool | None,
+    request: Request | None = None,
 ) -> list[int]:
     """The conversation's token ids, through the model's template."""
     template = state.require_template()
-    plain = [message.model_dump(exclude_none=True) for message in messages]
     variables = _template_variables(template, body)
     continue_final = bool(body.continue_final_message)
     generation_prompt = body.add_generation_prompt
@@ -28,7 +33,7 @@ async def chat_ids(
 
     def encode() -> list[int]:
         return template.encode(
-            plain,
+            [message.model_dump(exclude_none=True) for message in messages],
             tools=body.tools,
             documents=body.documents,
             add_generation_prompt=generation_prompt,
@@ -38,10 +43,17 @@ async def chat_ids(
             **variables,
         )
 
-    num_chars = sum(len(str(m.get("content", ""))) for m in plain)
+    num_chars = sum(map(_num_chars, messages))
     if isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None:
         state.check_text_length(num_chars, "messages")
-    return await state.encode(encode, num_chars)
+    return await state.encode(encode, num_chars, request)
+
+
+def _num_chars(message: Message) -> int:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    return sum(len(part.text) for part in content)
 
 
 def check_tools(body: ChatRequest) -> None:

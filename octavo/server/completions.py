@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from starlette.requests import Request
+
 from octavo.server.answers import Answer
 from octavo.server.generation import Choice, Piece
 from octavo.server.logprobs import CompletionLogprobs, joined, prompt_logprobs
@@ -15,7 +17,7 @@ from octavo.types import InvalidRequest
 
 
 async def prompts_of(
-    state: ServerState, body: CompletionRequest
+    state: ServerState, body: CompletionRequest, request: Request | None = None
 ) -> tuple[list[list[int]], list[str | None]]:
     """Token ids of each prompt, and its text where the client sent text. Raises InvalidRequest."""
     prompt: Any = body.prompt
@@ -38,13 +40,14 @@ async def prompts_of(
     def encode() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens=special) for text in prompt]
 
-    return await state.encode(encode, sum(map(len, prompt))), prompt
+    return await state.encode(encode, sum(map(len, prompt)), request), prompt
 
 
 class CompletionAnswer(Answer):
     """The response to a completion request, whole or as events."""
 
     kind = event_kind = "text_completion"
+    several = True
     body: CompletionRequest
 
     @cached_property

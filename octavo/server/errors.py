@@ -37,6 +37,10 @@ class StepError(OctavoError):
     """The engine failed while it computed this request (500)."""
 
 
+class TimedOut(OctavoError):
+    """The request's own ``timeout`` passed (408)."""
+
+
 class ClientGone(Exception):
     """The client closed its connection: nobody reads an answer."""
 
@@ -48,6 +52,8 @@ def describe(error: Exception) -> tuple[int, dict[str, str | None]]:
         return 400, _error(str(error), "invalid_request_error", param, "invalid_request")
     if isinstance(error, NotFound):
         return 404, _error(str(error), "invalid_request_error", param, error.code)
+    if isinstance(error, TimedOut):
+        return 408, _error(str(error), "timeout_error", "timeout", "timeout")
     if isinstance(error, BodyTooLarge):
         return 413, _error(str(error), "invalid_request_error", None, "body_too_large")
     if isinstance(error, QueueFull):
@@ -68,6 +74,8 @@ def error_response(error: Exception) -> Response:
     headers = {}
     if isinstance(error, QueueFull):
         headers["retry-after"] = str(math.ceil(error.retry_after))
+    elif isinstance(error, TimedOut):
+        headers["x-should-retry"] = "false"  # OpenAI's clients would send it again at once
     elif isinstance(error, BodyTooLarge):
         headers["connection"] = "close"  # the rest of the body stays unread
     return Response(error_body(error), status, headers, "application/json")

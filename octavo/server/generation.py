@@ -6,6 +6,7 @@ Both routes, streamed or not, read the same pieces, so that they cannot differ i
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from octavo.engine.messages import (
 )
 from octavo.engine.streams import MoreEvents, RequestStream, StepEvents
 from octavo.server.auth import Receive
-from octavo.server.errors import ClientGone, StepError
+from octavo.server.errors import ClientGone, StepError, TimedOut
 from octavo.server.state import ServerState
 from octavo.text.output import ChoiceText
 from octavo.types import FinishReason, InvalidRequest, RequestTimings, SamplingParams
@@ -84,6 +85,7 @@ class Ask:
     salt: bytes = b""
     drop_output: bool = False
     grammar: str = ""
+    timeout: float | None = None  # seconds after arrival
 
 
 class Generation:
@@ -94,7 +96,9 @@ class Generation:
         self._ask = ask
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._first: StepEvents | None = None
+        self.num_prompt_logprobs = 0  # entries, all positions and ranks
         self.prompts: list[Prompt] = []
         self.choices: list[Choice] = []
 
@@ -102,12 +106,16 @@ class Generation:
         """Submits all prompts and waits until the engine took or refused them, so that errors up
         to here can still be plain HTTP answers."""
         self._state.check_serving()
-        requests = self._prepared()
+        requests = await self.prepared()
         self._stream: RequestStream = self._state.client.submit(requests)
         self._state.num_in_flight += 1
         for request in requests:
             self._state.metrics.on_admitted(request.params, request.max_tokens)
-        self._watcher = asyncio.get_running_loop().create_task(self._watch_client())
+        loop = asyncio.get_running_loop()
+        self._watcher = loop.create_task(self._watch_client())
+        if self._ask.timeout is not None:
+            left = self._ask.arrival + self._ask.timeout - time.monotonic()
+            self._timer = loop.call_later(max(0.0, left), self._time_out)
         try:
             self._first = await anext(self._stream)
             self._refuse_rejected(self._first)
@@ -133,6 +141,8 @@ class Generation:
             return
         self._watcher.cancel()
         self._watcher = None
+        if self._timer is not None:
+            self._timer.cancel()
         self._state.num_in_flight -= 1
         self._state.client.abort(list(self._stream.open))
 
@@ -169,18 +179,14 @@ class Generation:
 
     # ---- submitting ----
 
-    def _prepared(self) -> list[AddRequest]:
+    async def prepared(self) -> list[AddRequest]:
         """All or none: the first prompt that cannot run refuses the whole request. Handles are
         taken only then: they are finite, and a refused n may be any number."""
         ask, client, tokenizer = self._ask, self._state.client, self._state.tokenizer
         n = ask.params.n
-        bad_words: list[list[int]] = []
-        if ask.params.bad_words:
-            bad_words = self._state.require_tokenizer("bad_words").bad_word_ids(
-                ask.params.bad_words
-            )
         if ask.params.stop:
             self._state.require_tokenizer("stop")
+        bad_words = await self._bad_word_ids()
         requests = [
             prepare(
                 client.info, ask.params, ids, handle=i * n,
@@ -206,12 +212,32 @@ class Generation:
                 self.choices.append(choice)
         return requests
 
+    async def _bad_word_ids(self) -> list[list[int]]:
+        words = self._ask.params.bad_words
+        if not words:
+            return []
+        tokenizer = self._state.require_tokenizer("bad_words")
+        return await self._state.encode(
+            lambda: tokenizer.bad_word_ids(words), 2 * sum(map(len, words))
+        )
+
     async def _watch_client(self) -> None:
         """Reads on: after the body only the end of the connection can come."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._stream.fail(ClientGone())
         self._state.client.abort(list(self._stream.open))
+
+    def _time_out(self) -> None:
+        self._stream.fail(self._timed_out())
+        self._state.client.abort(list(self._stream.open))
+
+    def _timed_out(self) -> TimedOut:
+        self._state.metrics.num_timed_out += 1
+        doing = f"{self.num_output_tokens} tokens were generated"
+        if all(choice.timings.first_scheduled < 0 for choice in self.choices):
+            doing = "it was still in the queue"
+        return TimedOut(f"the request's timeout of {self._ask.timeout:g} s has passed: {doing}")
 
     def _refuse_rejected(self, events: StepEvents) -> None:
         for rejected in events.more.rejected if events.more else ():
@@ -327,6 +353,7 @@ class Generation:
         for i, (ids, values, rank) in enumerate(zip(rows.ids, rows.values, rows.ranks)):
             row = TokenLogprobRow(rows.handle, ids, values, rank)
             choice.prompt.logprobs[rows.start + i] = row
+            self.num_prompt_logprobs += len(ids)
 
 
 def _span(begin: float, end: float) -> float | None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import uvloop
 
@@ -27,6 +28,9 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.client import ProcessClient
 from octavo.engine.messages import EngineInfo, Progress
 from octavo.types import ConfigError, EngineDead
+
+if TYPE_CHECKING:
+    from octavo.server.workers import Workers
 
 logger = logging.getLogger("octavo")
 
@@ -58,7 +62,9 @@ def serve(
     try:
         running = Server(config, server, files, log, listener, address, engine_command)
         with logging_to_stderr(server.uvicorn_log_level):
-            return uvloop.run(running.run())
+            code = uvloop.run(running.run())
+        running.leave(code)
+        return code
     finally:
         listener.close()
         if server.uds:
@@ -123,6 +129,7 @@ class Server:
         self._client = ProcessClient(config, self._show_progress, **command)
         self._signals = 0
         self._stop = asyncio.Event()
+        self._workers: Workers | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -147,6 +154,16 @@ class Server:
                 self._http.should_exit = True
                 await http
 
+    def leave(self, code: int) -> None:
+        """Ends the process here and now where a thread is still at work for a client that is gone:
+        the interpreter would wait for it, for seconds."""
+        if self._workers is not None and self._workers.close():
+            if self._server.uds:
+                Path(self._server.uds).unlink(missing_ok=True)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
     # ---- start ----
 
     async def _start_http(self) -> asyncio.Task[None]:
@@ -156,6 +173,7 @@ class Server:
         from octavo.server.state import ServerState
 
         self._state = ServerState(self._config, self._server, self._client)
+        self._workers = self._state.workers
         self._http = HTTPServer(create_app(self._state), self._server)
         task = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         if not self._config.model.skip_tokenizer_init:

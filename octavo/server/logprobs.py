@@ -13,10 +13,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from octavo.engine.messages import TokenLogprobRow
 from octavo.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
+_encode = msgspec.json.Encoder().encode
 
 
 class TokenNames:
@@ -124,9 +127,10 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def prompt_logprobs(
     names: TokenNames, num_tokens: int, rows: dict[int, TokenLogprobRow]
-) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's shape: per position null or {token id: {logprob, rank, decoded_token}}."""
-    result: list[dict[str, dict[str, Any]] | None] = [None]
+) -> list[msgspec.Raw | None]:
+    """vLLM's shape: per position null or {token id: {logprob, rank, decoded_token}}. Encoded
+    position by position: a million entries at once would keep other threads waiting."""
+    result: list[msgspec.Raw | None] = [None]
     for position in range(1, num_tokens):
         row = rows[position]
         entry: dict[str, dict[str, Any]] = {}
@@ -137,5 +141,5 @@ def prompt_logprobs(
                     "rank": rank or row.rank,
                     "decoded_token": names.decoded(token),
                 }
-        result.append(entry)
+        result.append(msgspec.Raw(_encode(entry)))
     return result

@@ -90,6 +90,7 @@ class Metrics(Collector):
         self.step_seconds = {"schedule": Histogram(STEP_BUCKETS), "total": Histogram(STEP_BUCKETS)}
         self.params_n = Histogram(N_BUCKETS)
         self.refused: dict[int, int] = {400: 0, 404: 0, 429: 0, 503: 0}  # by HTTP status
+        self.num_timed_out = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
@@ -137,6 +138,12 @@ class Metrics(Collector):
         self.decode.observe(t.last_token - t.first_token)
         if num_output > 1:
             self.per_output_token.observe((t.last_token - t.first_token) / (num_output - 1))
+
+    def on_embedded(self, timings: RequestTimings, now: float, num_prompt: int) -> None:
+        """A prompt's vector is there; it draws no tokens."""
+        self.prompt_tokens.observe(num_prompt)
+        self.request.observe(now - timings.arrival)
+        self.queue.observe(timings.first_scheduled - timings.arrival)
 
     # ---- the page ----
 
@@ -258,6 +265,9 @@ class Metrics(Collector):
         yield counter("octavo_requests_admitted", "Sequences queued", client.num_admitted)
         yield counter(
             "octavo_requests_rejected", "Queued sequences the engine refused", ended[REJECTED]
+        )
+        yield counter(
+            "octavo_requests_timed_out", "HTTP requests whose timeout passed", self.num_timed_out
         )
         yield self._family(
             CounterMetricFamily,

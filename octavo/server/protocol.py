@@ -37,7 +37,6 @@ def _only(value: str, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_BEAMS = "beam search is not in this version"
 _MEDIA = "only text is served in this version"
 
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
@@ -120,7 +119,11 @@ class GenerationRequest(Body):
     allowed_token_ids: TokenIds | None = None
     add_special_tokens: Bool | None = None
     echo: Bool | None = None
+    use_beam_search: Bool | None = None
+    length_penalty: Float | None = None
+    early_stopping: Bool | None = None
     priority: Int | None = None
+    timeout: Annotated[Float, Field(gt=0, le=1e6)] | None = None
     request_id: str | None = Field(None, max_length=256)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
@@ -212,6 +215,27 @@ class TokenizeRequest(ChatFields):
     return_token_strs: Bool | None = None
 
 
+class EmbeddingRequest(ChatFields):
+    """Exactly one of ``input`` and ``messages``."""
+
+    model: str | None = None
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = Field(
+        None, description="text, a list of texts, token ids, or a list of token id lists"
+    )
+    messages: list[Message] | None = Field(None, min_length=1)
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    pooling: Literal["last", "mean"] | None = None
+    normalize: Bool | None = None
+    use_activation: Bool | None = None  # vLLM's name of normalize
+    add_special_tokens: Bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    priority: Int | None = None
+    request_id: str | None = Field(None, max_length=256)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    user: str | None = None
+
+
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: TokenIds
@@ -225,9 +249,6 @@ class NoFields(Body):
 # Known fields of OpenAI's and vLLM's APIs that this version refuses by name: field -> why.
 LATER_FIELDS: dict[str, str] = {
     "guided_decoding_backend": "llguidance is the only backend; leave it out",
-    "use_beam_search": _BEAMS,
-    "length_penalty": _BEAMS,
-    "early_stopping": _BEAMS,
     "suffix": "fill-in-the-middle is not in this version",
     "prompt_embeds": "prompts as embeddings are not in this version",
     "functions": "functions are not in this version (nor in OpenAI's: use tools)",
@@ -249,9 +270,6 @@ LATER_FIELDS: dict[str, str] = {
 }
 # Values that ask for nothing, so that a client's spelled-out default is no error.
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
     "include_reasoning": (True,),

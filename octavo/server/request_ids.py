@@ -11,8 +11,8 @@ from octavo.server.auth import App, Receive, Scope, Send
 
 class RequestIds:
     """ASGI middleware that leaves the request's id in ``scope["octavo.request_id"]``, and in
-    ``scope["octavo.send"]`` a way past all further middlewares for the parts of a body: none of
-    them looks at these."""
+    ``scope["octavo.send"]`` a way past all further middlewares of ours for the parts of a body:
+    none of them looks at these."""
 
     def __init__(self, app: App, echo: bool) -> None:
         self.app = app

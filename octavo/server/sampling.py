@@ -11,7 +11,12 @@ from octavo.server.protocol import (
     GenerationRequest,
     ResponseFormat,
 )
-from octavo.types import InvalidRequest, SamplingParams, StructuredOutputsParams
+from octavo.types import (
+    BeamSearchParams,
+    InvalidRequest,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 _PARAMETERS = {field.name for field in fields(SamplingParams)}
 # Fields of the same name that are copied when the client sent them.
@@ -21,6 +26,21 @@ _COPIED = [
     if name in _PARAMETERS
     and name not in ("logit_bias", "max_tokens", "stop", "structured_outputs")
 ]
+
+# What has no say in a beam search -> the values that ask for nothing.
+_DRAWS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+}
 
 
 def completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
@@ -55,6 +75,46 @@ def chat_params(body: ChatRequest, defaults: dict[str, Any]) -> SamplingParams:
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
     return _build(values)
+
+
+def beam_params(body: GenerationRequest, params: SamplingParams) -> BeamSearchParams | None:
+    """None where no beam search is asked for. Raises InvalidRequest naming the field."""
+    if not body.use_beam_search:
+        if body.early_stopping or body.length_penalty not in (None, 1):
+            field = "early_stopping" if body.early_stopping else "length_penalty"
+            raise InvalidRequest(f"{field} needs use_beam_search: true", field)
+        return None
+    if body.stream:
+        raise InvalidRequest(
+            "a beam search cannot be streamed: its answers come at its end", "stream"
+        )
+    for name, neutral in _DRAWS.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            raise InvalidRequest(
+                f"{name} has no effect on a beam search, which ranks by the model's own "
+                "log-probabilities: leave it out",
+                name,
+            )
+    if constraints := _constraints(body):
+        raise InvalidRequest(
+            f"{next(iter(constraints))} and use_beam_search cannot be combined in this version",
+            next(iter(constraints)),
+        )
+    if params.prompt_logprobs is not None or body.max_tokens == 0:
+        raise InvalidRequest("echo with logprobs, or without output, takes no beam search", "echo")
+    return BeamSearchParams(
+        beam_width=params.n,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        early_stopping=bool(body.early_stopping),
+        min_tokens=params.min_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+    )
 
 
 def _common(body: GenerationRequest, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+from starlette.requests import Request
 
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
@@ -17,11 +18,13 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.server.errors import NotFound
 from octavo.server.grammars import GrammarChecker
 from octavo.server.metrics import Metrics
+from octavo.server.workers import Workers
+from octavo.text import sandbox
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import EngineDead, InvalidRequest
 
-LONG_TEXT = 64 << 10  # characters; longer prompts are tokenized in a thread
+LONG_TEXT = 8 << 10  # characters; longer prompts are tokenized in a thread
 HUGE_TEXT = 1 << 20  # characters; longer ones are refused untokenized when they cannot fit
 
 T = TypeVar("T")
@@ -38,6 +41,7 @@ class ServerState:
         self.model_names = config.model.served_model_name or [config.model.model]
         self.metrics = Metrics(client, self.model_names[0])
         client.on_step = self.metrics.on_step
+        self.workers = Workers()
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
         settings = config.structured_outputs_config
@@ -125,6 +129,20 @@ class ServerState:
                 param,
             )
 
-    async def encode(self, work: Callable[[], T], num_chars: int) -> T:
-        """Runs a tokenization; a long one in a thread, so that streams go on meanwhile."""
-        return await asyncio.to_thread(work) if num_chars > LONG_TEXT else work()
+    async def encode(
+        self, work: Callable[[], T], num_chars: int, request: Request | None = None
+    ) -> T:
+        """Runs a tokenization or rendering. A long one runs in a thread, so that streams go on
+        meanwhile, and so does one that turns out long, from its beginning: what a template takes
+        is not known before.
+
+        ``request``, once its body has been read, bounds the length of what it brought (a
+        conversation is more than its contents), and ends the wait when the client leaves.
+        """
+        if request is not None:
+            num_chars = max(num_chars, request.scope["octavo.body_size"])
+        if num_chars <= LONG_TEXT:
+            with contextlib.suppress(sandbox.NotBrief), sandbox.brief():
+                return work()
+        receive = request.receive if request is not None else None
+        return await self.workers.run(work, num_chars, receive)

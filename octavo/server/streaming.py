@@ -45,6 +45,9 @@ class StreamedAnswer(Protocol):
     def events(self, batch: list[Piece]) -> bytes:
         """The events that these pieces make; b"" for none."""
 
+    async def first_events(self, batch: list[Piece]) -> bytes:
+        """As ``events``, for pieces that bring the prompt's log-probabilities."""
+
     def ending(self) -> bytes:
         """What follows the last piece's events."""
 
@@ -80,7 +83,11 @@ class EventStream(Response):
         answer = self.answer
         try:
             async for batch in answer.generation.pieces():
-                if events := answer.events(batch):
+                if answer.generation.num_prompt_logprobs and any(p.is_first for p in batch):
+                    events = await answer.first_events(batch)
+                else:
+                    events = answer.events(batch)
+                if events:
                     await send({"type": BODY, "body": events, "more_body": True})
             last = answer.ending()
         except ClientGone:

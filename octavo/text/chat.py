@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import ConfigError, InvalidRequest
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
+_NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
 # Arguments of ``ChatTemplate.encode``: not for a request's own template variables.
 _RESERVED = {
     "messages",
@@ -125,6 +127,11 @@ class ChatTemplate:
                 self._forms[name] = replace(form, calls_as_text=True)
 
     @property
+    def source(self) -> str:
+        """Jinja text of the default template."""
+        return self._sources[self._choose(None)]
+
+    @property
     def content_format(self) -> str:
         """Of the default template: "string" or "openai" (or "both": contents go in as sent)."""
         return self._forms[self._choose(None)].content.value
@@ -147,7 +154,8 @@ class ChatTemplate:
         documents are plain characters unless ``allow_special_in_content``. ``add_special_tokens``
         puts the vocabulary's BOS and EOS where the template has not. ``kwargs`` reach the template.
 
-        Raises InvalidRequest with the template's message, or naming the message at fault.
+        Raises InvalidRequest with the template's message, or naming the message at fault;
+        ``sandbox.NotBrief`` inside ``sandbox.brief``.
         """
         request = self._request(
             messages, tools, documents, add_generation_prompt, continue_final_message, kwargs
@@ -243,6 +251,8 @@ class ChatTemplate:
         variables = {**self._tokenizer.vocabulary.named_tokens, **request}
         try:
             text = sandbox.render(self._templates[self._choose(request["tools"])], variables)
+        except sandbox.NotBrief:
+            raise
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"chat template: {error.message}", "messages") from None
         except Exception as error:  # a template is a program: it can fail in any way
@@ -285,7 +295,7 @@ def _cut_at_mark(text: str, mark: str) -> str:
 
 def _unused_character(value: Any, rank: int = 0) -> str:
     """The ``rank``-th of the Unicode noncharacters that ``value`` holds nowhere."""
-    used = {char for text in _strings(value) for char in text if "\ufdd0" <= char <= "\ufdef"}
+    used = {char for text in _strings(value) for char in _NONCHARACTER.findall(text)}
     free = [chr(code) for code in range(0xFDD2, 0xFDF0) if chr(code) not in used]
     if len(free) <= rank:
         raise InvalidRequest("messages use every noncharacter U+FDD2..U+FDEF", "messages")

@@ -130,3 +130,12 @@ class ChoiceText:
         if text:
             self._pieces.append(text)
         return text
+
+
+def stop_string_in(
+    tokenizer: Tokenizer | None, params: SamplingParams, token_ids: Sequence[int]
+) -> str | None:
+    """The stop string of ``params`` that the text of these tokens completes."""
+    text = ChoiceText(tokenizer, params)
+    text.push(token_ids)
+    return text.stop_string

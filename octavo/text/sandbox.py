@@ -8,10 +8,11 @@ that is made; what would be too long is refused before it is made.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from functools import wraps
@@ -34,45 +35,75 @@ MOST_CHARACTERS_IN_ALL = 1 << 30
 MOST_DIGITS = 10_000  # bits of an integer
 MOST_WIDTH = 1 << 20  # of padding, indents, rows
 
+# What a rendering may take of a thread that has other things to do (``brief``).
+BRIEF_TURNS = 2_000
+BRIEF_SECONDS = 0.01
+BRIEF_CHARACTERS = 1 << 15
+
 # In a format: a width of a million or more, one that is an argument.
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{7}|\*)|:[^{}]*\d{7}[^{}]*\}")
 _WIDTH_GIVEN = re.compile(r"\{[^{}]*:[^{}]*\{")
 
 
+class NotBrief(Exception):
+    """A rendering inside ``brief`` takes more than a busy thread can give. Nothing is wrong with
+    it: the same outside of ``brief`` may succeed."""
+
+
 class _Budget:
     """What is left to one rendering."""
 
-    def __init__(self) -> None:
-        self.turns = MOST_TURNS
-        self.characters = MOST_CHARACTERS_IN_ALL
-        self.deadline = time.monotonic() + MOST_SECONDS
+    def __init__(self, brief: bool) -> None:
+        self.brief = brief
+        self.turns = BRIEF_TURNS if brief else MOST_TURNS
+        self.characters = BRIEF_CHARACTERS if brief else MOST_CHARACTERS_IN_ALL
+        self.deadline = time.monotonic() + (BRIEF_SECONDS if brief else MOST_SECONDS)
 
     def turn(self, characters: int) -> None:
         self.turns -= 1
         if self.turns < 0:
-            raise jinja2.TemplateError(f"it takes more than {MOST_TURNS:,} turns of loops")
+            self.refuse(f"it takes more than {MOST_TURNS:,} turns of loops")
         if time.monotonic() > self.deadline:
-            raise jinja2.TemplateError(f"it takes more than {MOST_SECONDS:g} s")
+            self.refuse(f"it takes more than {MOST_SECONDS:g} s")
         self.charge(characters)
 
     def charge(self, characters: int) -> None:
         self.characters -= characters
         if self.characters < 0:
-            raise jinja2.TemplateError(
-                f"it makes more than {MOST_CHARACTERS_IN_ALL:,} characters of text"
-            )
+            self.refuse(f"it makes more than {MOST_CHARACTERS_IN_ALL:,} characters of text")
+
+    def refuse(self, why: str) -> NoReturn:
+        if self.brief:
+            raise NotBrief
+        raise jinja2.TemplateError(why)
 
 
 _budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
+_is_brief: ContextVar[bool] = ContextVar("brief", default=False)
+
+
+@contextlib.contextmanager
+def brief() -> Iterator[None]:
+    """Renderings inside raise NotBrief where they would take more than some milliseconds."""
+    token = _is_brief.set(True)
+    try:
+        yield
+    finally:
+        _is_brief.reset(token)
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """The text. Raises what the template raises, and TemplateError where it takes too much."""
-    token = _budget.set(_Budget())
+    """The text. Raises what the template raises, and TemplateError where it takes too much
+    (inside ``brief``: NotBrief)."""
+    budget = _Budget(_is_brief.get())
+    token = _budget.set(budget)
     try:
-        return template.render(variables)
+        text = template.render(variables)
     finally:
         _budget.reset(token)
+    if budget.brief and len(text) > BRIEF_CHARACTERS:
+        raise NotBrief
+    return text
 
 
 def parse(
@@ -194,6 +225,9 @@ def _joined(context: jinja2.runtime.Context, parts: list[Any]) -> str:
 
 
 def _check_size(size: int) -> None:
+    budget = _budget.get()
+    if budget is not None and budget.brief and size > BRIEF_CHARACTERS:
+        raise NotBrief
     if size > MOST_CHARACTERS:
         raise jinja2.TemplateError(
             f"it makes a text or list of {size:,} characters or entries, more than "

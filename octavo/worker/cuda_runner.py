@@ -139,6 +139,7 @@ class CudaRunner:
             device=self.device.label,
             device_kind="cuda",
             vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
             max_model_len=plan.max_model_len,
             block_size=plan.block_size,
             num_blocks=plan.num_blocks,

@@ -17,6 +17,7 @@ class WorkerInfo:
     device: str  # for people: "cpu", "cuda:0 NVIDIA H200"
     device_kind: str  # for code: "cpu" or "cuda"
     vocab_size: int
+    hidden_size: int
     max_model_len: int
     block_size: int
     num_blocks: int

@@ -69,6 +69,7 @@ class Runner:
             device="cpu",
             device_kind="cpu",
             vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
             max_model_len=memory.max_model_len,
             block_size=memory.block_size,
             num_blocks=memory.num_blocks,

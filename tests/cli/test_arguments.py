@@ -43,7 +43,8 @@ VLLM_FLAGS = """
 --shutdown-timeout 5 | --drain-timeout 5 | --max-num-queued-reqs 9 | --max-num-queued-tokens 10k
 --max-queue-wait 3 | --allow-special-tokens-in-content | --hf-overrides {"rope_theta":1e6}
 --structured-outputs-config {"backend":"auto"}
---revision main | --async-scheduling | --no-async-scheduling | --deterministic
+--middleware a.B c.d | --revision main | --async-scheduling | --no-async-scheduling
+--deterministic
 """
 LATER_FLAGS = """
 --nnodes 2 | -n 2 | --node-rank 1 | -r 1 | --master-addr h | --master-port 29501
@@ -51,7 +52,7 @@ LATER_FLAGS = """
 --speculative-config {} | -sc {} | --spec-method ngram | --spec-model m | --spec-tokens 5
 --speculative-model [ngram] | --num-speculative-tokens 5 | --enable-auto-tool-choice
 --tool-call-parser hermes | --reasoning-parser qwen3
---middleware m | --api-server-count 2 | --headless | --otlp-traces-endpoint e
+--api-server-count 2 | --headless | --otlp-traces-endpoint e
 """
 RETIRED = """
 --swap-space 4 | --worker-use-ray | --use-v2-block-manager | --num-lookahead-slots 3

@@ -2,7 +2,7 @@
 
 Run as ``python mock_engine.py OPTIONS_JSON INBOX OUTBOX PARENT``. A prompt that contains
 ``say:TEXT`` (bytes are ids) is answered with TEXT and the end token; any other with the alphabet,
-endlessly. Options: see ``Options``.
+endlessly. A prompt's vector is (number of ids, first, last, 1). Options: see ``Options``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from dataclasses import dataclass, field
 
 import msgspec
@@ -90,7 +91,7 @@ class MockEngine:
                     num_blocks=o.num_blocks, kv_cache_bytes=1, weight_bytes=1,
                     max_num_seqs=o.max_num_seqs, max_num_batched_tokens=256, implementations={},
                     startup_seconds={"weights": o.load_seconds}, reasons={"dtype": "mock"},
-                    default_sampling=o.default_sampling,
+                    default_sampling=o.default_sampling, hidden_size=4,
                 )
             )
         )  # fmt: skip
@@ -130,6 +131,9 @@ class MockEngine:
                 outputs.rejected.append(m.Rejected(request.handle, self.options.reject, "prompt"))
                 continue
             ids = m.unpack_ids(request.prompt_ids).tolist()
+            if request.pooling is not None:
+                self.embed(request, ids, now, outputs)
+                continue
             text = bytes(i for i in ids if i < 256)
             endless = b"say:" not in text
             script = [*text.rpartition(b"say:")[2].partition(b"\n")[0], EOS]
@@ -144,6 +148,16 @@ class MockEngine:
                 outputs.started.append(m.Started(request.handle + i, now, 4))
                 timings = RequestTimings(request.arrival, now)
                 self.running[request.handle + i] = Row(request, i, script, endless, timings)
+
+    def embed(self, request: m.AddRequest, ids: list[int], now: float, outputs: m.Outputs) -> None:
+        outputs.started.append(m.Started(request.handle, now, 4))
+        vector = array("f", [len(ids), ids[0], ids[-1], 1])
+        outputs.pooled.append(m.PooledPrompt(request.handle, vector.tobytes()))
+        timings = RequestTimings(request.arrival, now)
+        reason, message = FinishReason.LENGTH, ""
+        if self.options.step_error:
+            reason, message = FinishReason.ERROR, "the step failed"
+        outputs.finished.append(m.Finished(request.handle, reason, None, timings, 0, message))
 
     def draw(self, handle: int, row: Row, outputs: m.Outputs) -> int:
         now = time.monotonic()

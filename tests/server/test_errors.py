@@ -30,7 +30,7 @@ OUT_OF_RANGE = [
     ("guided_grammar", "root ::= 1"), ("guided_decoding_backend", "outlines"),
     ("structured_outputs", {"regex": "a", "json": {}}), ("structured_outputs", {}),
     ("response_format", {"type": "json_schema"}), ("response_format", {"type": "yaml"}),
-    ("use_beam_search", True), ("length_penalty", 2.0), ("store", True), ("service_tier", "flex"),
+    ("early_stopping", True), ("length_penalty", 2.0), ("store", True), ("service_tier", "flex"),
     ("chat_template", "{{ x }}"), ("no_such_field", 1),
     ("n", 2**64 - 1), ("stop", ["ab"] * 1025), ("stop", ["a" * 65537]), ("bad_words", ["a"] * 1025),
     ("stop_token_ids", [97] * 261), ("allowed_token_ids", [97] * 261), ("x" * 100_000, 1),

@@ -3,6 +3,7 @@ T18). The byte vocabulary of the fixture lets any split of any text be made."""
 
 from __future__ import annotations
 
+import random
 import time
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from octavo.text.detokenizer import Detokenizer
 from octavo.text.output import ChoiceText
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import InvalidRequest, SamplingParams
+from tests.cases import scripts
 from tests.text import vocabularies
 
 
@@ -202,6 +204,20 @@ def test_any_bytes_give_the_same_text_however_they_are_cut(raw, cuts):
     detokenizer = Detokenizer(PieceTokenizer(pieces))
     text = "".join(detokenizer.push([index]) for index in range(len(pieces)))
     assert text + detokenizer.finish() == raw.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("text", scripts.HARD_TEXTS, ids=scripts.HARD_TEXTS.get)
+def test_streamed_is_not_streamed_for_a_thousand_splits(text):
+    """T18: every split into tokens, pushed in random groups; with a stop string that ends it."""
+    rng = random.Random(text)
+    raw, stop = text.encode(), text[-1]
+    for _ in range(1000):
+        pieces = scripts.random_split(raw, rng)
+        cut = [rng.randint(1, 3) for _ in pieces]
+        chunks, choice = run(pieces, cut=cut)
+        assert choice.text == text and not any("\ufffd" in chunk for chunk in chunks)
+        chunks, choice = run(pieces, cut=cut, stop=[stop])
+        assert (choice.text, choice.stop_string) == (text[: text.index(stop)], stop)
 
 
 def test_sentencepiece_space_is_dropped_only_at_the_start_of_a_text(tmp_path):

@@ -147,6 +147,12 @@ _here = _Here()
 class _NothingComputed(TorchDispatchMode):
     _ALLOWED = frozenset(("alias", "as_strided", "detach", "empty", "slice", "view"))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here. True, torch's own, would import its compiler at the first
+        recording: a second of every start and 60 MB."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name not in self._ALLOWED:

@@ -1,0 +1,203 @@
+"""POST /v1/embeddings: vectors of prompts, from any decoder."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.engine.admission import prepare_embedding
+from octavo.engine.messages import AddRequest, PooledPrompt, num_ids
+from octavo.engine.streams import MoreEvents
+from octavo.server.answers import check_priority, request_id
+from octavo.server.chat import chat_ids
+from octavo.server.protocol import EmbeddingRequest
+from octavo.server.state import ServerState
+from octavo.server.streaming import encode_json
+from octavo.server.submission import Submission
+from octavo.types import InvalidRequest, Pooling
+
+logger = logging.getLogger("octavo")
+
+MOST_INPUTS = 2048  # of one request, as OpenAI has it
+
+
+async def embed(
+    state: ServerState, request: Request, body: EmbeddingRequest, warnings: list[str]
+) -> Response:
+    """Errors are raised; the app answers them."""
+    arrival = time.monotonic()
+    check_priority(state, body.priority)
+    name = request_id(request, body.request_id, "embd")
+    answer = EmbeddingAnswer(state, body, name, arrival, warnings)
+    try:
+        prompts = await inputs_of(state, body, request)
+        requests = answer.prepare(prompts, state.salt(request.scope["octavo.key"], body.cache_salt))
+    except InvalidRequest as error:
+        field = "input" if body.messages is None else "messages"
+        raise InvalidRequest(
+            str(error), field if error.param == "prompt" else error.param
+        ) from None
+    if state.server.enable_log_requests:
+        logger.info("%s: vectors of %d inputs", name, len(requests))
+    submission = Submission(state, request.receive)
+    submission.begin()
+    try:
+        for part in parts(requests, state):
+            async for events in submission.run(part):
+                if events.more is not None:
+                    answer.take(events.more)
+    finally:
+        submission.close()
+    return Response(answer.body(), 200, None, "application/json")
+
+
+async def inputs_of(
+    state: ServerState, body: EmbeddingRequest, request: Request
+) -> list[list[int]]:
+    """Token ids of each input. Raises InvalidRequest."""
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequest("send exactly one of input and messages", "input")
+    if body.messages is not None:
+        # No answer follows, so none is begun unless asked for.
+        prompted = body.model_copy(
+            update={"add_generation_prompt": bool(body.add_generation_prompt)}
+        )
+        return [await chat_ids(state, prompted, body.messages, body.add_special_tokens, request)]
+    given: Any = [body.input] if isinstance(body.input, str) else body.input
+    if not given:
+        raise InvalidRequest("input is an empty list", "input")
+    if isinstance(given[0], int):
+        return [given]
+    if len(given) > MOST_INPUTS:
+        raise InvalidRequest(
+            f"input holds {len(given)} inputs; at most {MOST_INPUTS} are taken at once", "input"
+        )
+    if isinstance(given[0], list):
+        return list(given)
+    tokenizer = state.require_tokenizer("input")
+    special = body.add_special_tokens is not False
+    if body.truncate_prompt_tokens is None:
+        state.check_text_length(max(map(len, given)), "input")
+
+    def encode() -> list[list[int]]:
+        return [tokenizer.encode(text, add_special_tokens=special) for text in given]
+
+    return await state.encode(encode, sum(map(len, given)), request)
+
+
+def parts(requests: list[AddRequest], state: ServerState) -> Iterator[list[AddRequest]]:
+    """So many at a time as the engine runs at once and the queue takes: a long list neither
+    overflows the queue nor keeps everybody else waiting."""
+    queued = state.config.scheduler.max_num_queued_reqs
+    size = state.client.info.max_num_seqs
+    if queued is not None:
+        size = max(1, min(size, queued))
+    for begin in range(0, len(requests), size):
+        yield requests[begin : begin + size]
+
+
+class EmbeddingAnswer:
+    """The response in the making."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        body: EmbeddingRequest,
+        name: str,
+        arrival: float,
+        warnings: list[str],
+    ) -> None:
+        self._state, self._body, self._name, self._arrival = state, body, name, arrival
+        self._warnings = warnings
+        self._normalize = _normalize(body)
+        _check_dimensions(body.dimensions, state.client.info.hidden_size)
+        self._vectors: dict[int, PooledPrompt] = {}  # by handle
+        self._requests: list[AddRequest] = []
+        self._last_scheduled = arrival
+        self._num_cached = 0
+
+    def prepare(self, prompts: list[list[int]], salt: bytes) -> list[AddRequest]:
+        """A request for each prompt, all or none. Raises InvalidRequest."""
+        client, body = self._state.client, self._body
+        requests = [
+            prepare_embedding(
+                client.info, ids, body.pooling or Pooling.LAST.value, handle=i,
+                request_id=f"{self._name}-{i}" if len(prompts) > 1 else self._name,
+                arrival=self._arrival, truncate_prompt_tokens=body.truncate_prompt_tokens,
+                priority=body.priority or 0, salt=salt,
+            )
+            for i, ids in enumerate(prompts)
+        ]  # fmt: skip
+        first = client.allocate(len(requests))
+        for request in requests:
+            request.handle += first
+        self._requests = requests
+        return requests
+
+    def take(self, events: MoreEvents) -> None:
+        metrics, now = self._state.metrics, time.monotonic()
+        for started in events.started:
+            self._num_cached += started.num_cached_tokens
+            metrics.num_cached_tokens += started.num_cached_tokens
+            metrics.num_prompt_tokens += self._length(started.handle)
+        for pooled in events.pooled:
+            self._vectors[pooled.handle] = pooled
+        for end in events.finished:
+            self._last_scheduled = max(self._last_scheduled, end.timings.first_scheduled)
+            metrics.on_embedded(end.timings, now, self._length(end.handle))
+
+    def body(self) -> bytes:
+        """JSON of the response."""
+        data = [
+            {"object": "embedding", "index": i, "embedding": self._encoded(request.handle)}
+            for i, request in enumerate(self._requests)
+        ]
+        num_tokens = sum(num_ids(request.prompt_ids) for request in self._requests)
+        usage: dict[str, Any] = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        if self._state.server.enable_prompt_tokens_details:
+            usage["prompt_tokens_details"] = {"cached_tokens": self._num_cached}
+        content = {
+            "id": self._name,
+            "object": "list",
+            "created": int(time.time()),
+            "model": self._state.check_model(self._body.model),
+            "data": data,
+            "usage": usage,
+            "timings": {
+                "queue_seconds": round(self._last_scheduled - self._arrival, 6),
+                "total_seconds": round(time.monotonic() - self._arrival, 6),
+            },
+        }
+        return encode_json(content | ({"warnings": self._warnings} if self._warnings else {}))
+
+    def _length(self, handle: int) -> int:
+        return num_ids(self._requests[handle - self._requests[0].handle].prompt_ids)
+
+    def _encoded(self, handle: int) -> list[float] | str:
+        vector = self._vectors[handle].vector(self._normalize)
+        if self._body.encoding_format == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        floats: list[float] = vector.tolist()
+        return floats
+
+
+def _check_dimensions(asked: int | None, hidden_size: int) -> None:
+    if asked is not None and asked != hidden_size:
+        raise InvalidRequest(
+            f"dimensions is {asked}; this model's vectors have {hidden_size} values and are not "
+            "made to be shortened",
+            "dimensions",
+        )
+
+
+def _normalize(body: EmbeddingRequest) -> bool:
+    sent = {value for value in (body.normalize, body.use_activation) if value is not None}
+    if len(sent) > 1:
+        raise InvalidRequest("normalize and use_activation contradict each other", "normalize")
+    return sent != {False}

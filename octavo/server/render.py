@@ -1,0 +1,35 @@
+"""POST /v1/chat/completions/render and /v1/completions/render: what the model would be given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from octavo.engine.messages import AddRequest, unpack_ids
+from octavo.server.state import ServerState
+from octavo.server.streaming import encode_json
+
+
+def rendered(
+    state: ServerState, model: str, requests: list[AddRequest], warnings: list[str], several: bool
+) -> Response:
+    """The prepared requests as JSON, one or a list (``several``); nothing of them is computed."""
+    entries = [_entry(state, model, request) for request in requests]
+    for entry in entries if warnings else ():
+        entry["warnings"] = warnings
+    return Response(encode_json(entries if several else entries[0]), 200, None, "application/json")
+
+
+def _entry(state: ServerState, model: str, request: AddRequest) -> dict[str, Any]:
+    ids = unpack_ids(request.prompt_ids).tolist()
+    tokenizer = state.tokenizer
+    return {
+        "request_id": request.request_id,
+        "model": model,
+        "prompt": None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False),
+        "token_ids": ids,
+        "count": len(ids),
+        "max_model_len": state.client.info.max_model_len,
+        "sampling_params": request.params,
+    }
