@@ -200,10 +200,6 @@ class Engine:
             )
             for choice in range(n)
         ]
-        if message.grammar and self.info.device_kind == "cuda":
-            raise InvalidRequest(
-                "structured output on a GPU is not in this version", "structured_outputs"
-            )
         for request in choices:
             if request.grammar:
                 self.grammars.prepare(request.grammar)

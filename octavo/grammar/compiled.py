@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 
 import llguidance
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.grammar.vocabulary import Vocabulary
 
@@ -57,6 +60,16 @@ class Compiler:
     def compile(self, text: str) -> llguidance.LLMatcher:
         """A matcher at its start; in its error state where the grammar is wrong."""
         return llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+
+    def compute_masks(self, matchers: list[llguidance.LLMatcher], masks: NDArray[np.int32]) -> None:
+        """The next mask of each matcher (no two the same), in int32 [matchers, mask_words]."""
+        pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
+        address, size = masks.ctypes.data, 4 * masks.shape[1]
+        self._threads.unsafe_compute_mask_ptr(pairs, address, size, len(masks))
+
+    @cached_property
+    def _threads(self) -> llguidance.LLExecutor:
+        return llguidance.LLExecutor()
 
     def problem(self, text: str) -> str:
         """Why this grammar cannot be used, in a line or a few; "" for one that can."""

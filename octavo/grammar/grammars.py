@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from octavo.grammar.gate import Gate, Marker
-from octavo.grammar.matcher import Matcher, bit_mask
+from octavo.grammar.matcher import Broken, Matcher, bit_mask
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import InvalidRequest
 
@@ -38,19 +38,6 @@ class _Entry:
     def __init__(self) -> None:
         self.compiled: Any = None
         self.users = 0
-
-
-class _Failed:
-    """In place of a compiled grammar."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = f"{type(error).__name__}: {error}"
-
-    def is_error(self) -> bool:
-        return True
-
-    def get_error(self) -> str:
-        return self._error
 
 
 class Grammars:
@@ -155,7 +142,7 @@ class Grammars:
                 compiled.deep_copy().compute_bitmask()  # the first mask of all takes the longest
             except Exception as error:
                 logger.exception("a grammar of %d bytes could not be compiled", len(text))
-                compiled = _Failed(error)
+                compiled = Broken(error)
             with self._lock:
                 entry = self._entries.get(text)
                 if entry is not None:

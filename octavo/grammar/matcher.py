@@ -44,6 +44,7 @@ class Matcher:
         """``allowed``: a mask of the ids that may be drawn at all. ``ignore_eos``: EOS may come
         only where nothing else may."""
         vocabulary = compiler.vocabulary
+        self._compiler = compiler
         self._size = len(vocabulary.tokens)
         self._words = vocabulary.words
         self._tokens = vocabulary.tokens
@@ -51,7 +52,7 @@ class Matcher:
         self._eos_mask = bit_mask(vocabulary.eos_ids, self._words)
         self._real = None if self._eos else bit_mask(range(self._size), self._words)
         self._fresh = fresh
-        self._inner = start()
+        self._inner = _made(start)
         self._shares = True
         self._gate = gate
         self._allowed = allowed
@@ -59,8 +60,10 @@ class Matcher:
         self._buffer = np.zeros(compiler.mask_words, dtype=np.int32)
         self._ids: list[int] = []  # consumed, those before the gate opened included
         self._first = 0 if gate is None else -1  # of them, the first that the grammar saw
+        self._computed: Int32 | None = None  # the next mask, where it was made with others'
         self.ended = False
         self.failure = ""
+        self.told = False  # whoever follows it has taken note of its end
         self._check()
 
     # ---- what may come ----
@@ -106,6 +109,9 @@ class Matcher:
         return True
 
     def _compute(self) -> Int32 | None:
+        found, self._computed = self._computed, None
+        if found is not None and not self._inner.is_error():
+            return found
         buffer = self._buffer
         for _ in range(2):
             sound = self._try(
@@ -140,6 +146,7 @@ class Matcher:
         with them."""
         if count <= 0:
             return
+        self._computed = None
         kept = self._ids[:-count]
         dropped = self._ids[len(kept) :]
         inside = self._first >= 0 and len(kept) >= self._first
@@ -193,7 +200,7 @@ class Matcher:
         self._replay(self._ids)
 
     def _replay(self, ids: Sequence[int]) -> None:
-        self._inner = self._fresh()
+        self._inner = _made(self._fresh)
         if self._gate is not None:
             self._gate.reset()
             self._first = -1
@@ -206,6 +213,47 @@ class Matcher:
     def _fail(self) -> None:
         why = str(self._inner.get_error()).partition("<non-verbose/>")[0].strip()
         self.failure = f"the grammar cannot be followed: {why or self._inner.stop_reason()}"
+
+
+def compute_together(matchers: Sequence[Matcher]) -> None:
+    """The next masks of several matchers, on several threads."""
+    active = [matcher for matcher in matchers if not matcher.done and matcher._first >= 0]
+    if len(active) < 2:
+        return
+    compiler = active[0]._compiler
+    table = np.zeros((len(active), compiler.mask_words), dtype=np.int32)
+    try:
+        compiler.compute_masks([matcher._inner for matcher in active], table)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic of one: each computes its own then
+        logger.exception("llguidance broke")
+        return
+    for matcher, mask in zip(active, table):
+        matcher._computed = mask
+
+
+class Broken:
+    """In place of an llguidance matcher that could not be made."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = f"{type(error).__name__}: {error}"
+
+    def is_error(self) -> bool:
+        return True
+
+    def get_error(self) -> str:
+        return self._error
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        logger.exception("llguidance broke")
+        return Broken(error)
 
 
 def bit_mask(ids: Sequence[int], words: int) -> Int32:

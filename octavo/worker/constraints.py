@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from octavo.core.plan import NewRequest
 from octavo.grammar.grammars import Grammars
-from octavo.grammar.matcher import Matcher
+from octavo.grammar.matcher import Matcher, compute_together
 
 Int32 = NDArray[np.int32]
 
@@ -27,16 +27,12 @@ class Constraints:
         self.masks: Int32 = np.zeros((max_slots, -(-vocab_size // 32)), dtype=np.int32)
         self._grammars = grammars
         self._matchers: dict[int, Matcher] = {}
-        self._told: set[int] = set()  # slots whose end has been reported
 
     def __bool__(self) -> bool:
         return bool(self._matchers)
 
     def place(self, new: NewRequest, ids: Int32) -> None:
         """A request takes a slot; ``ids`` are all that are known of it."""
-        self.free(new.slot)
-        if not new.grammar:
-            return
         assert self._grammars is not None, "this worker was started without grammars"
         self._matchers[new.slot] = self._grammars.matcher(
             new.grammar,
@@ -48,34 +44,38 @@ class Constraints:
 
     def free(self, slot: int) -> None:
         self._matchers.pop(slot, None)
-        self._told.discard(slot)
+
+    def of(self, slots: Sequence[int]) -> list[Matcher | None]:
+        """Who follows what these slots draw now: they stay the same when a slot changes hands."""
+        return [self._matchers.get(slot) for slot in slots]
 
     def fill(self, slots: Sequence[int]) -> None:
         """Masks for the next draws of these slots."""
-        for slot in slots:
-            matcher = self._matchers.get(slot)
-            if matcher is not None and not matcher.fill(self.masks[slot]):
+        pairs = [(slot, self._matchers[slot]) for slot in slots if slot in self._matchers]
+        compute_together([matcher for _, matcher in pairs])
+        for slot, matcher in pairs:
+            if not matcher.fill(self.masks[slot]):
                 self.masks[slot] = -1  # it has ended: what is drawn now is dropped
 
-    def advance(
-        self, slots: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[dict[int, str], list[int]]:
-        """What these slots drew, by the masks of ``fill``.
 
-        Returns the indices of those that have come to their end, with "" for an output that is
-        complete and else why it cannot go on; and of these the ones whose token does not count.
-        """
-        ends: dict[int, str] = {}
-        dropped: list[int] = []
-        for index, (slot, token) in enumerate(zip(slots, tokens)):
-            matcher = self._matchers.get(slot)
-            if matcher is None or slot in self._told:
-                continue
-            had_ended = matcher.done
-            matcher.consume(token)
-            if matcher.done:
-                self._told.add(slot)
-                ends[index] = matcher.failure
-                if had_ended or matcher.failure:
-                    dropped.append(index)
-        return ends, dropped
+def advance(
+    matchers: Sequence[Matcher | None], tokens: Sequence[int]
+) -> tuple[dict[int, str], list[int]]:
+    """What rows drew by the masks of ``fill``, for their matchers.
+
+    Returns the indices of those that have come to their end just now, with "" for an output that is
+    complete and else why it cannot go on; and of these the ones whose token does not count.
+    """
+    ends: dict[int, str] = {}
+    dropped: list[int] = []
+    for index, (matcher, token) in enumerate(zip(matchers, tokens)):
+        if matcher is None or matcher.told:
+            continue
+        had_ended = matcher.done
+        matcher.consume(token)
+        if matcher.done:
+            matcher.told = True
+            ends[index] = matcher.failure
+            if had_ended or matcher.failure:
+                dropped.append(index)
+    return ends, dropped

@@ -17,6 +17,7 @@ from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
+from octavo.worker.constraints import advance
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.memory import plan_memory
 from octavo.worker.pooling import Pools
@@ -151,7 +152,7 @@ class Runner:
         self, slots: np.ndarray, rows: np.ndarray, tokens: Tensor, result: StepResult
     ) -> None:
         """rows: the plan's rows of ``slots``, which drew ``tokens``."""
-        ends, dropped = self.slots.constraints.advance(slots.tolist(), tokens.tolist())
+        ends, dropped = advance(self.slots.constraints.of(slots.tolist()), tokens.tolist())
         result.grammar_ends = {int(rows[index]): message for index, message in ends.items()}
         result.num_accepted[rows[dropped]] = 0
 

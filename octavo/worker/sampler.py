@@ -178,8 +178,10 @@ class Sampler:
 
     def _constrain(self, logits: Tensor, slots: Int32, rows: Int64) -> None:
         """Bans what the grammars do not allow. No later step gives a banned id back."""
+        index = torch.full((len(slots),), -1, dtype=torch.int64)
+        index[_index(rows)] = torch.arange(len(rows))
         allowed = torch.from_numpy(self.slots.constraints.masks[slots[rows]])
-        _in_place(logits, rows, lambda part: masks.keep_allowed(part, allowed))
+        masks.keep_allowed(logits, index, allowed)
 
     def _edit(self, logits: Tensor, slots: Int32, positions: Int32, rows: Int64) -> None:
         """Allowed ids, bad words, min_tokens and logit_bias. A row that would have no token left
