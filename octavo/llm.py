@@ -127,7 +127,11 @@ class _Frontend:
                 Vocabulary(tokenizer.byte_table(size), special, self.info.eos_ids)
             )
         settings = self.config.structured_outputs_config
-        text = grammar_text(structured, bool(settings.get("disable_any_whitespace", False)))
+        text = grammar_text(
+            structured,
+            self.get_tokenizer().special_texts,
+            bool(settings.get("disable_any_whitespace", False)),
+        )
         if text != self._checked_grammar:
             grammars.check(text)
             self._checked_grammar = text

@@ -1,19 +1,20 @@
 """From ``StructuredOutputsParams`` to the text of an llguidance grammar. Pure text work: whether
 the grammar compiles is ``checker``'s to find out, with a limit of time and memory.
 
-Every grammar is a list of two: a first one that says which part starts and that no token is forced
-(the model chooses how to spell what must come), and ``main``, the client's.
+Every grammar is a list: a first one that says which part starts and that no token is forced (the
+model chooses how to spell what must come), then ``main``, the client's, and what that refers to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from json import JSONDecodeError, JSONDecoder
 from typing import Any
 
 import msgspec
 
 from octavo.grammar.keywords import check_keywords
+from octavo.grammar.structural import FIELD, structural_grammars
 from octavo.types import InvalidRequest, StructuredOutputsParams
 
 # Of a constraint's text. What takes more than moments to compile is refused by the checker.
@@ -25,12 +26,23 @@ WHITE_SPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
 Grammar = dict[str, Any]
 
 
-def grammar_text(params: StructuredOutputsParams, disable_any_whitespace: bool = False) -> str:
-    """The grammar of a request, as text. Raises InvalidRequest naming ``structured_outputs.FIELD``
-    for what is refused without compiling it."""
+def grammar_text(
+    params: StructuredOutputsParams,
+    special: Mapping[str, int],
+    disable_any_whitespace: bool = False,
+) -> str:
+    """The grammar of a request, as text. ``special``: the id of each special token. Raises
+    InvalidRequest naming ``structured_outputs.FIELD`` for what is refused without compiling it."""
     _check_size(params)
     options = _json_options(params, disable_any_whitespace)
-    return _encode(_WRITERS[params.kind](params, options))
+    if params.structural_tag is None:
+        return _encode([{"name": "main", **_WRITERS[params.kind](params, options)}])
+    tag = _as_object(params.structural_tag, FIELD)
+    return _encode(
+        structural_grammars(
+            tag, lambda schema, field: json_grammar(schema, options, field), special
+        )
+    )
 
 
 def _json(params: StructuredOutputsParams, options: Grammar) -> Grammar:
@@ -50,7 +62,7 @@ def json_grammar(
 
 def _regex(params: StructuredOutputsParams, options: Grammar) -> Grammar:
     assert params.regex is not None
-    return {"lark_grammar": f"start: /{_between_slashes(params.regex)}/"}
+    return {"lark_grammar": f"start: /{between_slashes(params.regex)}/"}
 
 
 def _choice(params: StructuredOutputsParams, options: Grammar) -> Grammar:
@@ -75,19 +87,12 @@ def _lark(params: StructuredOutputsParams, options: Grammar) -> Grammar:
     return {"lark_grammar": text}
 
 
-def _structural_tag(params: StructuredOutputsParams, options: Grammar) -> Grammar:
-    raise InvalidRequest(
-        "structured_outputs.structural_tag is not in this version", "structured_outputs"
-    )
-
-
 _WRITERS: dict[str, Callable[[StructuredOutputsParams, Grammar], Grammar]] = {
     "json": _json,
     "json_object": _json_object,
     "regex": _regex,
     "choice": _choice,
     "grammar": _lark,
-    "structural_tag": _structural_tag,
 }
 
 
@@ -98,7 +103,7 @@ def literal(text: str) -> str:
     )
 
 
-def _between_slashes(regex: str) -> str:
+def between_slashes(regex: str) -> str:
     """The same regex with no bare slash or line end, which would end it in a Lark grammar."""
     out, escaped = [], False
     for char in regex:
@@ -112,10 +117,9 @@ def _between_slashes(regex: str) -> str:
     return "".join(out)
 
 
-def _encode(main: Grammar) -> str:
-    first = '%llguidance {"no_forcing": true}\nstart: @main'
-    grammars = [{"lark_grammar": first}, {"name": "main", **main}]
-    return msgspec.json.encode({"grammars": grammars}).decode()
+def _encode(grammars: list[Grammar]) -> str:
+    first = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @main'}
+    return msgspec.json.encode({"grammars": [first, *grammars]}).decode()
 
 
 def _json_options(params: StructuredOutputsParams, disable_any_whitespace: bool) -> Grammar:

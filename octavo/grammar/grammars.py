@@ -112,6 +112,11 @@ class Grammars:
             self._thread = _started(self._run)
         self._work.put(text)
 
+    @property
+    def num_used(self) -> int:
+        """Grammars that some request has."""
+        return sum(entry.users > 0 for entry in self._entries.values())
+
     def ready(self, text: str) -> bool:
         return self._entries[text].compiled is not None
 

@@ -26,12 +26,17 @@ MOST_KNOWN = 512  # verdicts that are remembered
 
 
 class GrammarChecker:
-    """One server's. ``vocabulary`` gives the table; the process starts with the first grammar."""
+    """One server's; its process starts with the first grammar. ``vocabulary`` and ``special`` (the
+    id of each special token) are asked for only then."""
 
     def __init__(
-        self, vocabulary: Callable[[], Vocabulary], disable_any_whitespace: bool = False
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        special: Callable[[], dict[str, int]],
+        disable_any_whitespace: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
+        self._special = special
         self._disable_any_whitespace = disable_any_whitespace
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
@@ -41,7 +46,8 @@ class GrammarChecker:
     async def text(self, params: StructuredOutputsParams) -> str:
         """The grammar of these parameters, known to compile. Raises InvalidRequest naming
         ``structured_outputs.FIELD``, or QueueFull."""
-        text = await asyncio.to_thread(grammar_text, params, self._disable_any_whitespace)
+        special, tight = self._special(), self._disable_any_whitespace
+        text = await asyncio.to_thread(grammar_text, params, special, tight)
         problem = self._known.get(text)
         if problem is None:
             problem = await self._ask(text)

@@ -46,7 +46,9 @@ class ServerState:
         self.template: ChatTemplate | None = None
         settings = config.structured_outputs_config
         self.grammars = GrammarChecker(
-            self.vocabulary, bool(settings.get("disable_any_whitespace", False))
+            self.vocabulary,
+            lambda: self.require_tokenizer("structured_outputs").special_texts,
+            bool(settings.get("disable_any_whitespace", False)),
         )
         self.byte_table: list[bytes] = []  # of the tokenizer's ids
         self.loaded = False  # engine and text side are both there

@@ -150,6 +150,12 @@ class Interpreted:
             )
 
     @property
+    def forward_graphs(self) -> list[FakeGraph]:
+        """Captured ones of steps whose draws wait for masks."""
+        assert self.gpu.forwards is not None
+        return list(self.gpu.forwards._captured.values())  # type: ignore[misc]
+
+    @property
     def logit_rows(self) -> int:
         return self.gpu.step.logit_rows
 
