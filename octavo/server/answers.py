@@ -19,10 +19,10 @@ from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
 from octavo.server.render import rendered
-from octavo.server.sampling import beam_params
+from octavo.server.sampling import beam_params, renamed_constraint
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
-from octavo.types import FinishReason, InvalidRequest, SamplingParams
+from octavo.types import FinishReason, InvalidRequest, SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
@@ -164,10 +164,7 @@ class Answer(ABC):
 
     def stopped(self, choice: Choice) -> bool:
         """Whether the last token ended the choice (EOS, stop id) and is not in the text."""
-        by_id = choice.finish_reason == FinishReason.STOP and not isinstance(
-            choice.stop_reason, str
-        )
-        return by_id and not self.body.include_stop_str_in_output
+        return choice.finish_reason == FinishReason.STOP and choice.text.hides_last
 
 
 def request_id(request: Request, given: str | None, prefix: str) -> str:
@@ -204,6 +201,17 @@ async def in_time(
         ) from None
 
 
+async def _grammar(
+    state: ServerState, body: GenerationRequest, constraint: StructuredOutputsParams
+) -> str:
+    """The checked grammar of a constraint. Raises InvalidRequest naming the client's field."""
+    state.client.check_queue(1)  # before work is spent on it
+    try:
+        return await state.grammars.text(constraint)
+    except InvalidRequest as error:
+        raise renamed_constraint(error, body) from None
+
+
 async def respond(
     state: ServerState,
     request: Request,
@@ -238,6 +246,8 @@ async def respond(
         marks=marks,
     )
     beams = beam_params(body, params)
+    if (constraint := params.structured_outputs) is not None:
+        ask.grammar = await in_time(state, body.timeout, arrival, _grammar(state, body, constraint))
     if beams is None:
         generation = Generation(state, ask, request.receive)
     else:

@@ -71,10 +71,11 @@ class Piece:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """What a route wants generated. ``drop_output``: only the prompt's logprobs matter.
-    ``marks``: tokens that the answers' text shows as other characters (``ChoiceText``)."""
+    ``marks``: tokens that the answers' text shows as other characters (``ChoiceText``).
+    ``grammar``: the checked text of the parameters' ``structured_outputs``."""
 
     request_id: str
     prompts: list[list[int]]
@@ -86,6 +87,7 @@ class Ask:
     tenant: bytes = b""
     weight: float = 1.0
     drop_output: bool = False
+    grammar: str = ""
     timeout: float | None = None  # seconds after arrival
     marks: Mapping[int, str] | None = None
 
@@ -195,7 +197,7 @@ class Generation:
                 request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
                 arrival=ask.arrival, max_logprobs=self._state.config.model.max_logprobs,
                 priority=ask.priority, salt=ask.salt, tenant=ask.tenant, weight=ask.weight,
-                bad_words=bad_words,
+                bad_words=bad_words, grammar=ask.grammar,
             )
             for i, ids in enumerate(ask.prompts)
         ]  # fmt: skip

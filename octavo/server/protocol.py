@@ -37,7 +37,6 @@ def _only(value: str, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_STRUCTURED = "structured output is not in this version"
 _MEDIA = "only text is served in this version"
 
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
@@ -60,8 +59,35 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchemaFormat(Body):
+    """``strict`` changes nothing: a schema is always enforced."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: Bool | None = None
+
+
 class ResponseFormat(Body):
-    type: Annotated[Literal["text"], _only("text", _STRUCTURED)]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    # Of structural_tag: the older form, or the newer one.
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(Body):
+    """Exactly one constraint."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: Bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: Bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class GenerationRequest(Body):
@@ -112,6 +138,13 @@ class GenerationRequest(Body):
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: Bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Older names of the same.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -219,13 +252,7 @@ class NoFields(Body):
 
 # Known fields of OpenAI's and vLLM's APIs that this version refuses by name: field -> why.
 LATER_FIELDS: dict[str, str] = {
-    "structured_outputs": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "guided_decoding_backend": _STRUCTURED,
-    "guided_whitespace_pattern": _STRUCTURED,
+    "guided_decoding_backend": "llguidance is the only backend; leave it out",
     "suffix": "fill-in-the-middle is not in this version",
     "prompt_embeds": "prompts as embeddings are not in this version",
     "functions": "functions are not in this version (nor in OpenAI's: use tools)",

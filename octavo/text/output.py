@@ -84,6 +84,11 @@ class ChoiceText:
         return self._pieces[0] if self._pieces else ""
 
     @property
+    def hides_last(self) -> bool:
+        """Whether the last token is one that ends a choice and is not in its text."""
+        return bool(self.token_ids) and self.token_ids[-1] in self._end_ids
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -137,6 +137,15 @@ class Tokenizer:
         """The token's own bytes; of a special or added token, its text's."""
         return self.bytes_of[index]
 
+    @cached_property
+    def special_texts(self) -> dict[str, int]:
+        """The id of each special token."""
+        return {self._added[i].content: i for i in self.special_ids if i in self._added}
+
+    def byte_table(self, size: int) -> list[bytes]:
+        """``token_bytes`` of the ids 0 .. size - 1."""
+        return list(map(ByteTable(self.vocabulary).__missing__, range(size)))
+
     def token_text(self, index: int) -> str:
         """The token by itself; bytes that are no whole character read as U+FFFD."""
         return self.bytes_of[index].decode("utf-8", "replace")
