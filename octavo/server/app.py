@@ -120,7 +120,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
             params = chat_params(body, state.client.info.default_sampling)
             prompt = chat_ids(state, body, body.messages, body.add_special_tokens, request)
             ids = await in_time(state, body.timeout, arrival, prompt)
-            answer_type, marks = reading(state, body, use, ids)
+            answer_type, marks, params = reading(state, body, use, ids, params)
             return await respond(
                 state, request, answer_type, body, params, ([ids], [None]), marks=marks,
                 arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,
