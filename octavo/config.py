@@ -257,6 +257,18 @@ class EngineConfig:
     nvtx: bool = flag(False, "an NVTX range for every step, for Nsight Systems", group="model")
 
 
+# The second line: further names that vLLM has for the same formats.
+TOOL_CALL_PARSERS = (
+    *("auto", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "deepseek_v3"),
+    *("granite", "openai", "json"),
+    *("llama4_json", "llama4_pythonic", "qwen3_xml", "deepseek_v31", "granite4"),
+)
+REASONING_PARSERS = (
+    *("deepseek_r1", "qwen3", "granite", "openai"),
+    *("deepseek_v3", "openai_gptoss"),
+)
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = flag(
@@ -289,6 +301,23 @@ class ServerConfig:
     )
     trust_request_chat_template: bool = flag(
         False, "let a request bring its own chat template", group="server"
+    )
+    enable_auto_tool_choice: bool = flag(
+        False,
+        "let models call tools when a request leaves the choice to them; needs --tool-call-parser",
+        group="server",
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "format of the model's tool calls; auto: the one its chat template shows",
+        group="server",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "how the model marks its reasoning, which is then set apart from its answers",
+        group="server",
+        choices=REASONING_PARSERS,
     )
     allow_special_tokens_in_content: bool = flag(
         False, "let message text contain control tokens", group="server"
@@ -507,9 +536,6 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--spec-tokens": "speculative decoding",
     "--speculative-model": "speculative decoding",
     "--num-speculative-tokens": "speculative decoding",
-    "--enable-auto-tool-choice": "tool calls",
-    "--tool-call-parser": "tool calls",
-    "--reasoning-parser": "reasoning parsers",
     "--structured-outputs-config": "structured output",
     "--api-server-count": "several API processes",
     "--otlp-traces-endpoint": "tracing",

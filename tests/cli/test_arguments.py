@@ -49,8 +49,7 @@ LATER_FLAGS = """
 --nnodes 2 | -n 2 | --node-rank 1 | -r 1 | --master-addr h | --master-port 29501
 --data-parallel-backend ray | -dpb ray | --quantization-fp8-dynamic
 --speculative-config {} | -sc {} | --spec-method ngram | --spec-model m | --spec-tokens 5
---speculative-model [ngram] | --num-speculative-tokens 5 | --enable-auto-tool-choice
---tool-call-parser hermes | --reasoning-parser qwen3 | --structured-outputs-config {}
+--speculative-model [ngram] | --num-speculative-tokens 5 | --structured-outputs-config {}
 --api-server-count 2 | --headless | --otlp-traces-endpoint e
 """
 RETIRED = """
