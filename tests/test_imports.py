@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"text", "checkpoint", "collector"},
-    "llm": EVERYBODY | {"engine", "assembly", "text", "checkpoint"},
+    "progress": EVERYBODY | {"engine.messages"},
+    "llm": EVERYBODY | {"engine", "assembly", "progress", "text", "checkpoint"},
     "cli": {""},
     "__main__": {"cli"},
     "__init__": {"types", "llm"},
@@ -47,6 +48,7 @@ WITHOUT_TORCH = {
         "text",
         "engine",
         "assembly",
+        "progress",
         "server",
         "llm",
         "cli",

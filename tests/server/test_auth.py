@@ -13,7 +13,8 @@ from tests.server import mock_server
 PUBLIC = {"/health", "/health/live", "/health/ready", "/ping"}
 # The chat page's files hold nothing (tests/server/test_page.py); what lies beside them is closed.
 UNKNOWN = [
-    "/pages", "/pages/", "/pages/x.js", "/pages/index.html", "//v1/models", "/v1/models/", "/V1/MODELS", "/invocations", "/score", "/health/", "/docs",
+    "/pages", "/pages/", "/pages/x.js", "/pages/index.html", "//v1/models",
+    "/v1/models/", "/V1/MODELS", "/invocations", "/score", "/health/", "/docs",
     "/Health", "/healthx", "/ping/", "//health", "/v1/%2e%2e/health", "/static/x",
 ]  # fmt: skip
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE"]
