@@ -195,10 +195,9 @@ class SchedulerConfig:
     )
     scheduling_policy: str = flag(
         "fcfs",
-        "order of the waiting queue",
+        "order of the waiting queue; fair: each API key gets its share of the tokens",
         group="scheduler",
-        choices=("fcfs", "priority"),
-        later=("fair",),
+        choices=("fcfs", "priority", "fair"),
     )
     priority_ageing: float = flag(
         0.0,
@@ -285,10 +284,16 @@ class ServerConfig:
     uds: str | None = flag(None, "listen on this Unix socket instead", group="server")
     api_key: list[str] = flag(
         [],
-        "keys that guard every route but health (also OCTAVO_API_KEY, VLLM_API_KEY)",
+        "keys that guard every route but health (also OCTAVO_API_KEY, VLLM_API_KEY); KEY=infer may "
+        "do no more than that",
         group="server",
         kind="list",
         top=True,
+    )
+    api_key_file: str | None = flag(
+        None,
+        "file of keys, a line each: NAME KEY SCOPES [weight=W]; read again when it changes",
+        group="server",
     )
     chat_template: str | None = flag(
         None, "Jinja template: a file or the text itself", group="server"
@@ -315,6 +320,9 @@ class ServerConfig:
         "how the model marks its reasoning, which is then set apart from its answers",
         group="server",
         choices=REASONING_PARSERS,
+    )
+    trust_request_chat_template: bool = flag(
+        False, "let a request bring its own chat template", group="server"
     )
     allow_special_tokens_in_content: bool = flag(
         False, "let message text contain control tokens", group="server"
@@ -428,8 +436,9 @@ def available_memory() -> int:
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Environment of an engine process: one place decides thread pools."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    """Environment of an engine process: one place decides thread pools. API keys stay here."""
+    own = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
+    return {**own, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 # How long a compute thread that waits for the others spins before it sleeps (GNU OpenMP's unit,

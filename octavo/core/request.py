@@ -38,6 +38,7 @@ class Request:
         "max_len",
         "message",
         "num_cached_tokens",
+        "num_charged",
         "num_preemptions",
         "num_registered",
         "params",
@@ -52,8 +53,10 @@ class Request:
         "state",
         "stop_ids",
         "stop_reason",
+        "tenant",
         "timings",
         "tokens",
+        "weight",
     )
 
     def __init__(
@@ -70,6 +73,8 @@ class Request:
         chain: PrefixKeys,
         bad_words: list[list[int]] | None = None,
         pooling: Pooling | None = None,
+        tenant: bytes = b"",
+        weight: float = 1.0,
     ) -> None:
         self.handle = handle
         self.request_id = request_id or str(handle)
@@ -94,6 +99,8 @@ class Request:
         self.state = State.WAITING
         self.num_preemptions = 0
         self.num_cached_tokens = 0
+        self.tenant, self.weight = tenant, weight
+        self.num_charged = 0  # of its tokens, while it runs (core.fair)
         self.timings = RequestTimings(arrival=arrival)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

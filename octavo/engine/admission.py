@@ -34,6 +34,8 @@ def prepare(
     max_logprobs: int = 20,
     priority: int = 0,
     salt: bytes = b"",
+    tenant: bytes = b"",
+    weight: float = 1.0,
     bad_words: list[list[int]] | None = None,
 ) -> AddRequest:
     """A request that fits ``info``'s engine, with ``max_tokens`` resolved and the prompt truncated
@@ -70,6 +72,8 @@ def prepare(
         arrival=arrival,
         priority=priority,
         salt=salt,
+        tenant=tenant,
+        weight=weight,
         bad_words=[_bad_word(info, word) for word in bad_words or []],
     )
 
@@ -85,6 +89,8 @@ def prepare_embedding(
     truncate_prompt_tokens: int | None = None,
     priority: int = 0,
     salt: bytes = b"",
+    tenant: bytes = b"",
+    weight: float = 1.0,
 ) -> AddRequest:
     """A request for a prompt's vector. ``truncate_prompt_tokens`` keeps the last so many tokens; -1
     as many as the model takes. Raises InvalidRequest, naming the field, when it can never run."""
@@ -115,6 +121,8 @@ def prepare_embedding(
         arrival=arrival,
         priority=priority,
         salt=salt,
+        tenant=tenant,
+        weight=weight,
         pooling=Pooling(pooling),
     )
 

@@ -47,6 +47,8 @@ class AddRequest(Message, tag=True):
     priority: int = 0
     salt: bytes = b""  # tenant's salt of the prefix cache
     bad_words: list[list[int]] = []
+    tenant: bytes = b""  # name of the API key: whose share it is served from
+    weight: float = 1.0  # of the tenant's share
     pooling: Pooling | None = None  # the prompt's vector is wanted; max_tokens is 0
 
 

@@ -188,19 +188,19 @@ def check_priority(state: ServerState, priority: int | None) -> None:
 
 
 async def in_time(
-    state: ServerState, body: GenerationRequest, arrival: float, work: Awaitable[T]
+    state: ServerState, timeout: float | None, arrival: float, work: Awaitable[T]
 ) -> T:
     """What ``work`` (reading the prompt) gives. Raises TimedOut where the request's timeout passes
     meanwhile."""
-    if body.timeout is None:
+    if timeout is None:
         return await work
     try:
-        async with asyncio.timeout(arrival + body.timeout - time.monotonic()):
+        async with asyncio.timeout(arrival + timeout - time.monotonic()):
             return await work
     except TimeoutError:
         state.metrics.num_timed_out += 1
         raise TimedOut(
-            f"the request's timeout of {body.timeout:g} s has passed: its prompt was being read"
+            f"the request's timeout of {timeout:g} s has passed: its prompt was being read"
         ) from None
 
 
@@ -230,6 +230,8 @@ async def respond(
         arrival=arrival,
         priority=body.priority or 0,
         salt=state.salt(request.scope["octavo.key"], body.cache_salt),
+        tenant=request.scope["octavo.key"],
+        weight=request.scope["octavo.weight"],
         drop_output=drop_output,
         timeout=body.timeout,
     )

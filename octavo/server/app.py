@@ -31,6 +31,7 @@ from octavo.server.errors import (
     on_unexpected_error,
 )
 from octavo.server.middleware import wrapped
+from octavo.server.page import add_page
 from octavo.server.protocol import (
     Body,
     ChatRequest,
@@ -65,7 +66,7 @@ def create_app(state: ServerState) -> App:
     api = FastAPI(
         title="octavo",
         version=__version__,
-        root_path=state.server.root_path,
+        root_path=state.server.root_path.rstrip("/"),
         redirect_slashes=False,
         redoc_url=None,
     )
@@ -78,10 +79,11 @@ def create_app(state: ServerState) -> App:
     _add_text_routes(api, state)
     _add_health_routes(api, state)
     _add_facts_routes(api, state)
+    add_page(api, state.server.root_path)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     server = state.server
     guarded: App = CORSMiddleware(
-        KeyGuard(api, server.api_key, server.root_path),
+        KeyGuard(api, state.keys, api.routes, server.root_path),
         allow_origins=server.allowed_origins,
         allow_methods=server.allowed_methods,
         allow_headers=server.allowed_headers,
@@ -99,7 +101,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         state.check_serving()
         state.check_model(body.model)
         params = completion_params(body, state.client.info.default_sampling)
-        prompts = await in_time(state, body, arrival, prompts_of(state, body, request))
+        prompts = await in_time(state, body.timeout, arrival, prompts_of(state, body, request))
         return await respond(
             state, request, CompletionAnswer, body, params, prompts,
             arrival=arrival, prefix="cmpl", warnings=warnings,
@@ -115,7 +117,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         try:
             params = chat_params(body, state.client.info.default_sampling)
             reading = chat_ids(state, body, body.messages, body.add_special_tokens, request)
-            ids = await in_time(state, body, arrival, reading)
+            ids = await in_time(state, body.timeout, arrival, reading)
             return await respond(
                 state, request, ChatAnswer, body, params, ([ids], [None]),
                 arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,
@@ -251,7 +253,6 @@ def _add_facts_routes(api: FastAPI, state: ServerState) -> None:
     async def server_info() -> Response:
         """The effective configuration; ``engine.reasons`` says why values not asked for are so."""
         server = dataclasses.asdict(state.server)
-        server["api_key"] = ["***"] * len(state.server.api_key)
         engine = state.client.info if state.client.problem() is None else None
         return _json({"engine": engine, "engine_config": state.config, "server_config": server})
 

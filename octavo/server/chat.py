@@ -13,7 +13,7 @@ from octavo.server.protocol import ChatFields, ChatRequest, Message
 from octavo.server.state import ServerState
 from octavo.server.streaming import encode_json, members
 from octavo.text.chat import ChatTemplate, check_template_variables
-from octavo.types import InvalidRequest
+from octavo.types import ConfigError, InvalidRequest
 
 
 async def chat_ids(
@@ -24,7 +24,7 @@ async def chat_ids(
     request: Request | None = None,
 ) -> list[int]:
     """The conversation's token ids, through the model's template."""
-    template = state.require_template()
+    template = await _template_of(state, body, request)
     variables = _template_variables(template, body)
     continue_final = bool(body.continue_final_message)
     generation_prompt = body.add_generation_prompt
@@ -49,11 +49,43 @@ async def chat_ids(
     return await state.encode(encode, num_chars, request)
 
 
+async def _template_of(
+    state: ServerState, body: ChatFields, request: Request | None
+) -> ChatTemplate:
+    """The model's template, or the request's own where the operator allows that."""
+    source = body.chat_template
+    if source is None:
+        return state.require_template()
+    if not state.server.trust_request_chat_template:
+        raise InvalidRequest(
+            "chat_template in a request is not allowed here; the operator allows it with "
+            "--trust-request-chat-template, or sets one with --chat-template",
+            "chat_template",
+        )
+    tokenizer = state.require_tokenizer("messages")
+
+    def compile() -> ChatTemplate:
+        try:
+            return ChatTemplate(source, tokenizer, state.server.chat_template_content_format)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), "chat_template") from None
+
+    return await state.workers.run(compile, len(source), request.receive if request else None)
+
+
 def _num_chars(message: Message) -> int:
     content = message.content
     if content is None or isinstance(content, str):
         return len(content or "")
     return sum(len(part.text) for part in content)
+
+
+def check_without_messages(body: ChatFields) -> None:
+    """Raises InvalidRequest for a field that says how messages become a prompt, where a prompt was
+    sent itself."""
+    for name in ChatFields.model_fields:
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is for messages, and none were sent", name)
 
 
 def check_tools(body: ChatRequest) -> None:

@@ -82,6 +82,8 @@ class Ask:
     arrival: float
     priority: int = 0
     salt: bytes = b""
+    tenant: bytes = b""
+    weight: float = 1.0
     drop_output: bool = False
     timeout: float | None = None  # seconds after arrival
 
@@ -190,7 +192,8 @@ class Generation:
                 client.info, ask.params, ids, handle=i * n,
                 request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
                 arrival=ask.arrival, max_logprobs=self._state.config.model.max_logprobs,
-                priority=ask.priority, salt=ask.salt, bad_words=bad_words,
+                priority=ask.priority, salt=ask.salt, tenant=ask.tenant, weight=ask.weight,
+                bad_words=bad_words,
             )
             for i, ids in enumerate(ask.prompts)
         ]  # fmt: skip

@@ -36,6 +36,7 @@ logger = logging.getLogger("octavo")
 
 DEAD_SECONDS = 5.0  # of 503 before a server without an engine ends
 STATS_INTERVAL = 10.0
+KEYS_INTERVAL = 1.0  # at which --api-key-file is looked at
 
 
 class StartLog(Protocol):
@@ -208,7 +209,7 @@ class Server:
     # ---- run and end ----
 
     async def _serve(self) -> int:
-        stats = asyncio.create_task(self._log_stats())
+        tasks = [asyncio.create_task(self._log_stats()), asyncio.create_task(self._watch_keys())]
         try:
             if not await self._until(self._client.dead.wait()):
                 logger.error("%s; ending in %g s", self._client.problem(), DEAD_SECONDS)
@@ -218,7 +219,13 @@ class Server:
             await self._drain()
             return 0
         finally:
-            stats.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _watch_keys(self) -> None:
+        while True:
+            await asyncio.sleep(KEYS_INTERVAL)
+            self._state.keys.reload()
 
     async def _until(self, event: Awaitable[object]) -> bool:
         """Waits for ``event`` (an awaitable); True if a signal to stop came first."""

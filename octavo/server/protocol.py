@@ -42,6 +42,7 @@ _MEDIA = "only text is served in this version"
 
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Seconds = Annotated[Float, Field(gt=0, le=1e6)]
 Bool = Annotated[bool, Field(strict=True)]
 # Lists of ids may be long: they are checked without Python, and given up at the first fault.
 TokenId = Annotated[int, Field(strict=True)]
@@ -97,7 +98,7 @@ class GenerationRequest(Body):
     length_penalty: Float | None = None
     early_stopping: Bool | None = None
     priority: Int | None = None
-    timeout: Annotated[Float, Field(gt=0, le=1e6)] | None = None
+    timeout: Seconds | None = None
     request_id: str | None = Field(None, max_length=256)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
@@ -162,6 +163,7 @@ class ChatFields(Body):
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    chat_template: str | None = Field(None, max_length=1 << 20)
 
 
 class ChatRequest(GenerationRequest, ChatFields):
@@ -200,6 +202,7 @@ class EmbeddingRequest(ChatFields):
     priority: Int | None = None
     request_id: str | None = Field(None, max_length=256)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    timeout: Seconds | None = None
     user: str | None = None
 
 
@@ -238,8 +241,6 @@ LATER_FIELDS: dict[str, str] = {
     "repetition_detection": "repetition detection is not in this version",
     "kv_transfer_params": "KV transfer is not in this version",
     "vllm_xargs": "extra arguments of vLLM plug-ins are not in this version",
-    "chat_template": "a template in a request is not allowed here; the operator sets one with "
-    "--chat-template",
 }
 # Values that ask for nothing, so that a client's spelled-out default is no error.
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {

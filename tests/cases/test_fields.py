@@ -19,6 +19,7 @@ BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 24}
 AS_TEXT = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n"
 BEAMS_OF_TEXT = {**BEAMS, "prompt": AS_TEXT, "add_special_tokens": False}
 SPECIAL_FIRST = {"logit_bias": {"2": 100}, "max_tokens": 2}
+BEAMS = {"use_beam_search": True, "n": 3, "stop_token_ids": [*range(3, 160)]}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 # Field -> (the rest of the body, the value) whose answer differs from that without the field.
@@ -55,6 +56,10 @@ SHARED: dict[str, tuple[dict[str, Any], Any]] = {
     "return_tokens_as_token_ids": ({"logprobs": True}, True),
     "cache_salt": ({"temperature": 0}, "apart"),
     "response_format": ({}, {"type": "no such type"}),
+    "use_beam_search": ({"n": 2, "temperature": 1}, True),
+    "length_penalty": (BEAMS, -3),
+    "early_stopping": ({**BEAMS, "length_penalty": 3}, True),
+    "timeout": ({}, 1e-6),
 }
 OF_COMPLETIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "prompt": ({}, "another"),
@@ -79,6 +84,7 @@ OF_CHAT: dict[str, tuple[dict[str, Any], Any]] = {
     "documents": ({}, [{"text": "x"}]),
     "chat_template_kwargs": ({}, {"no_such_variable": 1}),
     "reasoning_effort": ({}, "low"),
+    "chat_template": ({}, "{{ messages }}"),  # refused: this server does not allow it
 }
 CONTINUED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well"}]
 OF_CHAT["continue_final_message"] = ({"messages": CONTINUED, "return_token_ids": True}, True)

@@ -108,7 +108,7 @@ def test_the_tables_of_foreign_flags_are_walked_in_full() -> None:
 @pytest.mark.parametrize(
     "tokens",
     cases(
-        "--scheduling-policy fair | --load-format bitsandbytes | --kv-cache-dtype fp8\n"
+        "--load-format bitsandbytes | --kv-cache-dtype fp8\n"
         "--kv-cache-dtype fp8_e5m2\n"
         "--quantization awq | -q gptq | --quantization fp8 | --quantization compressed-tensors"
     ),
