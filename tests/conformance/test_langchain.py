@@ -18,7 +18,7 @@ pytestmark = pytest.mark.conformance
 def model_of(server: Server) -> Any:
     return langchain_openai.ChatOpenAI(
         model="scripted", base_url=f"{server.url}/v1", api_key="none", temperature=0,
-        max_tokens=200, max_retries=0,
+        max_tokens=200, max_retries=0, stream_usage=True,
     )  # fmt: skip
 
 
@@ -43,6 +43,14 @@ def test_a_tool_loop(scripted: Server, stream: bool):
     result = get_weather.invoke(call)
     assert result.content == weather.RESULT
     assert bound.invoke([*messages, said, result]).content == weather.ANSWER
+
+
+def test_a_prompt_that_is_too_long_is_told_apart(scripted: Server):
+    """Applications shorten their prompt for this error and no other."""
+    from langchain_core.exceptions import ContextOverflowError
+
+    with pytest.raises(ContextOverflowError, match="tokens"):
+        model_of(scripted).invoke("x" * 9000)
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])

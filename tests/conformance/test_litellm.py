@@ -43,6 +43,12 @@ def test_a_tool_loop(scripted: Server, stream: bool):
     assert final.choices[0].message.content == weather.ANSWER
 
 
+def test_a_prompt_that_is_too_long_is_told_apart(scripted: Server):
+    """litellm's fallbacks to models with more room look for this error."""
+    with pytest.raises(litellm.ContextWindowExceededError, match="tokens"):
+        ask(scripted, [{"role": "user", "content": "x" * 9000}])
+
+
 def test_a_structured_answer(scripted: Server):
     answer = ask(scripted, ASKED, response_format=weather.Weather)
     found = weather.Weather.model_validate_json(answer.choices[0].message.content)
