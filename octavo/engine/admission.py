@@ -37,9 +37,11 @@ def prepare(
     tenant: bytes = b"",
     weight: float = 1.0,
     bad_words: list[list[int]] | None = None,
+    grammar: str = "",
 ) -> AddRequest:
     """A request that fits ``info``'s engine, with ``max_tokens`` resolved and the prompt truncated
-    if the client asked for it. ``bad_words``: token id sequences made from ``params.bad_words``.
+    if the client asked for it. ``bad_words``: token id sequences made from ``params.bad_words``;
+    ``grammar``: the text made from ``params.structured_outputs``.
 
     Raises InvalidRequest, naming the field, when it can never run.
     """
@@ -54,6 +56,9 @@ def prepare(
             "prompt",
         )
     max_tokens = _resolved_max_tokens(info, params, len(ids))
+    structured = params.structured_outputs
+    if structured is not None and not grammar:
+        raise ValueError("structured_outputs were not compiled to a grammar")
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens can be generated",
@@ -67,6 +72,7 @@ def prepare(
             max_tokens=max_tokens,
             top_k=min(params.top_k, info.vocab_size),
             truncate_prompt_tokens=None,
+            structured_outputs=None,
         ),
         max_tokens=max_tokens,
         arrival=arrival,
@@ -75,6 +81,8 @@ def prepare(
         tenant=tenant,
         weight=weight,
         bad_words=[_bad_word(info, word) for word in bad_words or []],
+        grammar=grammar,
+        grammar_after=(structured.after or "") if grammar and structured else "",
     )
 
 

@@ -14,10 +14,6 @@ from tests.fixtures.server import Server
 EOS_FIRST = {"logit_bias": {"1": 100}}
 E_ONLY = {"logit_bias": {"105": 100}}  # says "eeeeeeee"
 LONG = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-# After this conversation hypotheses of several lengths come to an end.
-BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 24}
-AS_TEXT = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n"
-BEAMS_OF_TEXT = {**BEAMS, "prompt": AS_TEXT, "add_special_tokens": False}
 SPECIAL_FIRST = {"logit_bias": {"2": 100}, "max_tokens": 2}
 BEAMS = {"use_beam_search": True, "n": 3, "stop_token_ids": [*range(3, 160)]}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -48,8 +44,6 @@ SHARED: dict[str, tuple[dict[str, Any], Any]] = {
     "truncate_prompt_tokens": ({}, 2),
     "logit_bias": ({}, {"40": 100}),
     "allowed_token_ids": ({}, [40, 41]),
-    "use_beam_search": ({"n": 2, "temperature": 0}, True),
-    "timeout": ({}, 1e-6),
     "priority": ({}, 3),  # refused: this server does not order by it
     "request_id": ({}, "mine"),
     "return_token_ids": ({}, True),
@@ -66,8 +60,6 @@ OF_COMPLETIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "logprobs": ({}, 1),
     "best_of": ({}, 2),
     "echo": ({}, True),
-    "length_penalty": (BEAMS_OF_TEXT, -2.0),
-    "early_stopping": (BEAMS_OF_TEXT, True),
     "add_special_tokens": ({}, False),
 }
 OF_CHAT: dict[str, tuple[dict[str, Any], Any]] = {
@@ -75,8 +67,6 @@ OF_CHAT: dict[str, tuple[dict[str, Any], Any]] = {
     "logprobs": ({}, True),
     "top_logprobs": ({"logprobs": True}, 2),
     "max_completion_tokens": ({}, 3),
-    "length_penalty": (BEAMS, -2.0),
-    "early_stopping": (BEAMS, True),
     "add_special_tokens": ({"return_token_ids": True}, True),
     "add_generation_prompt": ({"return_token_ids": True}, False),
     "tools": ({}, TOOLS),  # refused: the template shows none
