@@ -15,7 +15,7 @@ import numpy as np
 from octavo.config import SchedulerConfig
 from octavo.core.request import worst_case_blocks
 from octavo.engine.messages import AddRequest, EngineInfo, pack_ids
-from octavo.types import InvalidRequest, Pooling, QueueFull, SamplingParams
+from octavo.types import TOO_LONG, InvalidRequest, Pooling, QueueFull, SamplingParams
 
 # float32 logits divided or multiplied by more than this could overflow on the device.
 REPETITION_PENALTY_RANGE = (1e-3, 1e3)
@@ -119,6 +119,7 @@ def prepare_embedding(
             f"the prompt has {len(ids)} tokens, {what} is {limit} tokens: shorten the prompt, or "
             "set truncate_prompt_tokens",
             "prompt",
+            TOO_LONG,
         )
     return AddRequest(
         handle=handle,
@@ -242,6 +243,7 @@ def _resolved_max_tokens(info: EngineInfo, params: SamplingParams, prompt_len: i
             f"the prompt has {prompt_len} tokens, this model's length is {limit} tokens for prompt "
             "and output together: shorten the prompt, or set truncate_prompt_tokens",
             "prompt",
+            TOO_LONG,
         )
     shared = prompt_len // info.block_size
     places = (info.num_blocks - shared) // params.n * info.block_size
@@ -258,6 +260,7 @@ def _resolved_max_tokens(info: EngineInfo, params: SamplingParams, prompt_len: i
             f"{prompt_len + max_tokens}, above this model's length of {limit} tokens; lower "
             f"max_tokens to {limit - prompt_len} or shorten the prompt",
             "max_tokens",
+            TOO_LONG if max_tokens < limit else "invalid_request",  # no prompt is short enough
         )
     if max_tokens < 1 or max_tokens > in_pool:
         needed = worst_case_blocks(prompt_len, max(1, max_tokens), params.n, info.block_size)
