@@ -115,12 +115,15 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         body, warnings = await read_body(request, ChatRequest, lenient)
         state.check_serving()
         state.check_model(body.model)
-        use = tool_use(body)
+        state.client.check_queue(1)  # before the conversation is rendered
         try:
+            use = await state.encode(lambda: tool_use(body), 0, request)
             params = chat_params(body, state.client.info.default_sampling)
             prompt = chat_ids(state, body, body.messages, body.add_special_tokens, request)
             ids = await in_time(state, body.timeout, arrival, prompt)
-            answer_type, marks, params = reading(state, body, use, ids, params)
+            answer_type, marks, params = await state.encode(
+                lambda: reading(state, body, use, ids, params), 0, request
+            )
             return await respond(
                 state, request, answer_type, body, params, ([ids], [None]), marks=marks,
                 arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,

@@ -209,6 +209,7 @@ class MockEngine:
         outputs.tokens = m.pack_ids([t for _, t in drawn])
         self.stats.time = time.monotonic()
         self.stats.num_steps += 1
+        self.stats.step_seconds = self.stats.time - self.step_started
         self.stats.step_tokens = len(drawn)
         self.stats.blocks_used = len(self.running)
         self.stats.blocks_free = self.options.num_blocks - len(self.running)
