@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from octavo.server.tools.requests import ToolUse
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import ConfigError, InvalidRequest, StructuredOutputsParams
+
+logger = logging.getLogger("octavo")
 
 HARMONY = ("openai", "openai_gptoss")
 
@@ -103,10 +106,18 @@ class Parsing:
         self._template = template.source if template else ""
         self._auto = server.enable_auto_tool_choice
         self.format: type[Format] | None = None
+        shown = detected(self._template)
         if server.tool_call_parser == "auto":
-            self.format = detected(self._template)
+            self.format = shown
+            logger.info("tool calls are read as %s, by the chat template", shown.name)
         elif server.tool_call_parser is not None:
             self.format = FORMATS[server.tool_call_parser]
+            if shown not in (self.format, Json):
+                logger.warning(
+                    "--tool-call-parser %s: the chat template shows calls as %s does",
+                    server.tool_call_parser,
+                    shown.name,
+                )
         self.reasoning: type[Reasons] | None = None
         if server.reasoning_parser in HARMONY:
             if self.format not in (None, OpenAI):
