@@ -29,6 +29,7 @@ from octavo.types import ConfigError, InvalidRequest, StructuredOutputsParams
 
 logger = logging.getLogger("octavo")
 
+BLANK = " "  # the white space that models write, and need, in the JSON of calls
 HARMONY = ("openai", "openai_gptoss")
 
 
@@ -208,7 +209,7 @@ class Parsing:
             grammar=grammar,
             after=after,
             disable_any_whitespace=sent is not None and sent.disable_any_whitespace,
-            whitespace_pattern=sent.whitespace_pattern if sent is not None else None,
+            whitespace_pattern=sent.whitespace_pattern if sent is not None else BLANK,
         )
 
     def _in_reasoning(self, prompt: Sequence[int]) -> bool | None:
