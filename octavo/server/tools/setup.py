@@ -110,7 +110,8 @@ class Parsing:
         shown = detected(self._template)
         if server.tool_call_parser == "auto":
             self.format = shown
-            logger.info("tool calls are read as %s, by the chat template", shown.name)
+            why = "shows no format" if shown is Json else "shows them so"
+            logger.info("tool calls are read as %s: the chat template %s", shown.name, why)
         elif server.tool_call_parser is not None:
             self.format = FORMATS[server.tool_call_parser]
             if shown not in (self.format, Json):
