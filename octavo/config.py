@@ -25,7 +25,8 @@ def flag(default: Any, help: str, *names: str, group: str, **extra: Any) -> Any:
     ``names`` are further spellings (``-tp``). ``extra`` may hold ``choices``, ``kind`` ("bool",
     "int" with 32k / 32K spelling, "bytes", "float", "list", "json", "str"; derived from the type
     when absent), ``metavar``, ``top`` (shown by plain ``--help``), ``minimum`` and ``maximum``
-    (inclusive; checked by ``from_flags``) and ``later`` (values that a later version brings).
+    (inclusive; checked by ``from_flags``), ``later`` (values that a later version brings) and
+    ``check`` (a function that raises ConfigError for a value it does not like).
     """
     metadata = {"help": help, "names": names, "group": group, **extra}
     if isinstance(default, (list, dict)):
@@ -195,10 +196,9 @@ class SchedulerConfig:
     )
     scheduling_policy: str = flag(
         "fcfs",
-        "order of the waiting queue",
+        "order of the waiting queue; fair: each API key gets its share of the tokens",
         group="scheduler",
-        choices=("fcfs", "priority"),
-        later=("fair",),
+        choices=("fcfs", "priority", "fair"),
     )
     priority_ageing: float = flag(
         0.0,
@@ -245,6 +245,24 @@ class ParallelConfig:
     )
 
 
+def check_structured_outputs(settings: dict[str, Any]) -> None:
+    """Raises ConfigError for a setting of --structured-outputs-config that is not there."""
+    spelling = "--structured-outputs-config"
+    for name, value in settings.items():
+        if name == "backend":
+            if value not in ("auto", "guidance"):
+                raise ConfigError(
+                    f"{spelling} backend {value!r}: the only one here is guidance (or auto)"
+                )
+        elif name == "disable_any_whitespace":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{spelling} {name} {value!r}: must be true or false")
+        elif not (name == "disable_fallback" and isinstance(value, bool)):
+            raise ConfigError(
+                f"{spelling} has no setting {name!r}; it has backend and disable_any_whitespace"
+            )
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """All an engine needs to run; the server's own flags are in ``ServerConfig``."""
@@ -254,6 +272,13 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     enforce_eager: bool = flag(False, "no CUDA graphs", group="model")
+    structured_outputs_config: dict[str, Any] = flag(
+        {},
+        'JSON: "backend" (auto or guidance, which are the same), "disable_any_whitespace" (true: '
+        "none between the tokens of constrained JSON)",
+        group="model",
+        kind="json",
+    )
     nvtx: bool = flag(False, "an NVTX range for every step, for Nsight Systems", group="model")
 
 
@@ -285,10 +310,16 @@ class ServerConfig:
     uds: str | None = flag(None, "listen on this Unix socket instead", group="server")
     api_key: list[str] = flag(
         [],
-        "keys that guard every route but health (also OCTAVO_API_KEY, VLLM_API_KEY)",
+        "keys that guard every route but health (also OCTAVO_API_KEY, VLLM_API_KEY); KEY=infer may "
+        "do no more than that",
         group="server",
         kind="list",
         top=True,
+    )
+    api_key_file: str | None = flag(
+        None,
+        "file of keys, a line each: NAME KEY SCOPES [weight=W]; read again when it changes",
+        group="server",
     )
     chat_template: str | None = flag(
         None, "Jinja template: a file or the text itself", group="server"
@@ -298,9 +329,6 @@ class ServerConfig:
         "how message contents reach the template",
         group="server",
         choices=("auto", "string", "openai"),
-    )
-    trust_request_chat_template: bool = flag(
-        False, "let a request bring its own chat template", group="server"
     )
     enable_auto_tool_choice: bool = flag(
         False,
@@ -318,6 +346,9 @@ class ServerConfig:
         "how the model marks its reasoning, which is then set apart from its answers",
         group="server",
         choices=REASONING_PARSERS,
+    )
+    trust_request_chat_template: bool = flag(
+        False, "let a request bring its own chat template", group="server"
     )
     allow_special_tokens_in_content: bool = flag(
         False, "let message text contain control tokens", group="server"
@@ -431,8 +462,9 @@ def available_memory() -> int:
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Environment of an engine process: one place decides thread pools."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    """Environment of an engine process: one place decides thread pools. API keys stay here."""
+    own = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
+    return {**own, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 # How long a compute thread that waits for the others spins before it sleeps (GNU OpenMP's unit,
@@ -508,6 +540,8 @@ def _check_value(f: Any, value: Any) -> None:
     choices = f.metadata.get("choices")
     if choices and value is not None and value not in choices:
         raise ConfigError(f"{spelling} {value}: choose from {', '.join(map(str, choices))}")
+    if "check" in f.metadata:
+        f.metadata["check"](value)
     if value is None or isinstance(value, (str, list, dict)):
         return
     low, high = f.metadata.get("minimum"), f.metadata.get("maximum")
@@ -536,7 +570,6 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--spec-tokens": "speculative decoding",
     "--speculative-model": "speculative decoding",
     "--num-speculative-tokens": "speculative decoding",
-    "--structured-outputs-config": "structured output",
     "--api-server-count": "several API processes",
     "--otlp-traces-endpoint": "tracing",
 }

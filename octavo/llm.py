@@ -19,6 +19,8 @@ from octavo.config import EngineConfig, from_flags
 from octavo.engine.admission import prepare, prepare_embedding
 from octavo.engine.beams import Beam, BeamSearch
 from octavo.engine.messages import EngineInfo, EngineStats, Outputs, unpack_ids
+from octavo.grammar.compile import grammar_text
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.progress import AnswerProgress, InterruptBetweenSteps
 from octavo.text.chat import ChatTemplate, check_template_variables, load_chat_template
 from octavo.text.output import ChoiceText, stop_string_in
@@ -33,6 +35,7 @@ from octavo.types import (
     RequestOutput,
     SamplingParams,
     StepProfile,
+    StructuredOutputsParams,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class _Frontend:
         while self.executor.idle():  # offline there is no idle moment before the work
             pass
         self._next_handle = 0
+        self._checked_grammar = ""  # the last one: prompts of one call mostly share it
 
     @property
     def info(self) -> EngineInfo:
@@ -103,12 +107,35 @@ class _Frontend:
             arrival=time.monotonic(),
             max_logprobs=self.config.model.max_logprobs,
             bad_words=self._bad_words(params),
+            grammar=self._grammar(params.structured_outputs),
         )
         self._next_handle += params.n
         return Answer(request, text, ids, self.tokenizer, self.info.eos_ids)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         return self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
+
+    def _grammar(self, structured: StructuredOutputsParams | None) -> str:
+        """The checked text of what the output must match; "" for anything."""
+        if structured is None:
+            return ""
+        grammars = self.engine.grammars
+        if not grammars.has_vocabulary:
+            tokenizer, size = self.get_tokenizer(), self.info.vocab_size
+            special = sorted(index for index in tokenizer.special_ids if index < size)
+            grammars.set_vocabulary(
+                Vocabulary(tokenizer.byte_table(size), special, self.info.eos_ids)
+            )
+        settings = self.config.structured_outputs_config
+        text = grammar_text(
+            structured,
+            self.get_tokenizer().special_texts,
+            bool(settings.get("disable_any_whitespace", False)),
+        )
+        if text != self._checked_grammar:
+            grammars.check(text)
+            self._checked_grammar = text
+        return text
 
     def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
@@ -292,6 +319,7 @@ class LLM(_Frontend):
         """Ends the worker thread; the model's memory goes with this object."""
         self._usable = False
         self.executor.shutdown()
+        self.engine.grammars.close()
 
     def _params_for(
         self,

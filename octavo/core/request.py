@@ -13,6 +13,7 @@ from octavo.types import FinishReason, Pooling, RequestTimings, SamplingParams
 
 
 class State(Enum):
+    PREPARING = "preparing"  # its grammar is being compiled; the scheduler does not have it yet
     WAITING = "waiting"  # new, or preempted
     RUNNING = "running"  # has a slot
     FINISHED = "finished"
@@ -33,11 +34,14 @@ class Request:
         "blocks",
         "chain",
         "finish_reason",
+        "grammar",
+        "grammar_after",
         "handle",
         "in_flight",
         "max_len",
         "message",
         "num_cached_tokens",
+        "num_charged",
         "num_preemptions",
         "num_registered",
         "params",
@@ -52,8 +56,10 @@ class Request:
         "state",
         "stop_ids",
         "stop_reason",
+        "tenant",
         "timings",
         "tokens",
+        "weight",
     )
 
     def __init__(
@@ -70,6 +76,10 @@ class Request:
         chain: PrefixKeys,
         bad_words: list[list[int]] | None = None,
         pooling: Pooling | None = None,
+        tenant: bytes = b"",
+        weight: float = 1.0,
+        grammar: str = "",
+        grammar_after: str = "",
     ) -> None:
         self.handle = handle
         self.request_id = request_id or str(handle)
@@ -83,6 +93,8 @@ class Request:
         self.max_len = self.prompt_len + max_tokens
         self.bad_words = bad_words or []
         self.pooling = pooling
+        self.grammar = grammar
+        self.grammar_after = grammar_after
         self.stop_ids = frozenset(params.stop_token_ids)
         self.chain = chain
         self.blocks: list[int] = []
@@ -94,6 +106,8 @@ class Request:
         self.state = State.WAITING
         self.num_preemptions = 0
         self.num_cached_tokens = 0
+        self.tenant, self.weight = tenant, weight
+        self.num_charged = 0  # of its tokens, while it runs (core.fair)
         self.timings = RequestTimings(arrival=arrival)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

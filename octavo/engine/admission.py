@@ -34,10 +34,14 @@ def prepare(
     max_logprobs: int = 20,
     priority: int = 0,
     salt: bytes = b"",
+    tenant: bytes = b"",
+    weight: float = 1.0,
     bad_words: list[list[int]] | None = None,
+    grammar: str = "",
 ) -> AddRequest:
     """A request that fits ``info``'s engine, with ``max_tokens`` resolved and the prompt truncated
-    if the client asked for it. ``bad_words``: token id sequences made from ``params.bad_words``.
+    if the client asked for it. ``bad_words``: token id sequences made from ``params.bad_words``;
+    ``grammar``: the text made from ``params.structured_outputs``.
 
     Raises InvalidRequest, naming the field, when it can never run.
     """
@@ -52,6 +56,9 @@ def prepare(
             "prompt",
         )
     max_tokens = _resolved_max_tokens(info, params, len(ids))
+    structured = params.structured_outputs
+    if structured is not None and not grammar:
+        raise ValueError("structured_outputs were not compiled to a grammar")
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens can be generated",
@@ -65,12 +72,17 @@ def prepare(
             max_tokens=max_tokens,
             top_k=min(params.top_k, info.vocab_size),
             truncate_prompt_tokens=None,
+            structured_outputs=None,
         ),
         max_tokens=max_tokens,
         arrival=arrival,
         priority=priority,
         salt=salt,
+        tenant=tenant,
+        weight=weight,
         bad_words=[_bad_word(info, word) for word in bad_words or []],
+        grammar=grammar,
+        grammar_after=(structured.after or "") if grammar and structured else "",
     )
 
 
@@ -85,6 +97,8 @@ def prepare_embedding(
     truncate_prompt_tokens: int | None = None,
     priority: int = 0,
     salt: bytes = b"",
+    tenant: bytes = b"",
+    weight: float = 1.0,
 ) -> AddRequest:
     """A request for a prompt's vector. ``truncate_prompt_tokens`` keeps the last so many tokens; -1
     as many as the model takes. Raises InvalidRequest, naming the field, when it can never run."""
@@ -115,6 +129,8 @@ def prepare_embedding(
         arrival=arrival,
         priority=priority,
         salt=salt,
+        tenant=tenant,
+        weight=weight,
         pooling=Pooling(pooling),
     )
 

@@ -37,7 +37,6 @@ def _only(value: str, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_STRUCTURED = "structured output is not in this version"
 _MEDIA = "only text is served in this version"
 
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
@@ -60,8 +59,35 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchemaFormat(Body):
+    """``strict`` changes nothing: a schema is always enforced."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: Bool | None = None
+
+
 class ResponseFormat(Body):
-    type: Annotated[Literal["text"], _only("text", _STRUCTURED)]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    # Of structural_tag: the older form, or the newer one.
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(Body):
+    """Exactly one constraint."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: Bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: Bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class GenerationRequest(Body):
@@ -112,6 +138,13 @@ class GenerationRequest(Body):
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: Bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Older names of the same.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -172,6 +205,7 @@ class ChatRequest(GenerationRequest, ChatFields):
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
     tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: Bool | None = None
 
 
 class TokenizeRequest(ChatFields):
@@ -218,13 +252,7 @@ class NoFields(Body):
 
 # Known fields of OpenAI's and vLLM's APIs that this version refuses by name: field -> why.
 LATER_FIELDS: dict[str, str] = {
-    "structured_outputs": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "guided_decoding_backend": _STRUCTURED,
-    "guided_whitespace_pattern": _STRUCTURED,
+    "guided_decoding_backend": "llguidance is the only backend; leave it out",
     "suffix": "fill-in-the-middle is not in this version",
     "prompt_embeds": "prompts as embeddings are not in this version",
     "functions": "functions are not in this version (nor in OpenAI's: use tools)",
@@ -235,7 +263,6 @@ LATER_FIELDS: dict[str, str] = {
     "prediction": "predicted outputs are not in this version",
     "web_search_options": "web search is not in this version",
     "verbosity": "verbosity is not in this version",
-    "include_reasoning": "reasoning parsers are not in this version",
     "thinking_token_budget": "reasoning budgets are not in this version",
     "logits_processors": "logits processors are not in this version",
     "repetition_detection": "repetition detection is not in this version",
@@ -246,5 +273,4 @@ LATER_FIELDS: dict[str, str] = {
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
-    "include_reasoning": (True,),
 }

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -14,8 +15,12 @@ from starlette.requests import Request
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.client import ProcessClient
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.server.errors import NotFound
+from octavo.server.grammars import GrammarChecker
+from octavo.server.keys import Keys
 from octavo.server.metrics import Metrics
+from octavo.server.tools.setup import Parsing
 from octavo.server.workers import Workers
 from octavo.text import sandbox
 from octavo.text.chat import ChatTemplate
@@ -30,11 +35,13 @@ T = TypeVar("T")
 
 class ServerState:
     """One per server. ``tokenizer`` and ``template`` are set before the engine is ready; both
-    may stay None (--skip-tokenizer-init; a model without a chat template)."""
+    may stay None (--skip-tokenizer-init; a model without a chat template). Raises ConfigError for
+    an --api-key-file that cannot be used."""
 
     def __init__(self, config: EngineConfig, server: ServerConfig, client: ProcessClient) -> None:
         self.config = config
-        self.server = server
+        self.keys = Keys(server.api_key, server.api_key_file)
+        self.server = replace(server, api_key=["***"] * len(server.api_key))
         self.client = client
         self.model_names = config.model.served_model_name or [config.model.model]
         self.metrics = Metrics(client, self.model_names[0])
@@ -42,17 +49,22 @@ class ServerState:
         self.workers = Workers()
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
+        self.parsing: Parsing | None = None  # with a tokenizer
+        settings = config.structured_outputs_config
+        self.grammars = GrammarChecker(
+            self.vocabulary,
+            lambda: self.require_tokenizer("structured_outputs").special_texts,
+            bool(settings.get("disable_any_whitespace", False)),
+        )
+        self.byte_table: list[bytes] = []  # of the tokenizer's ids
         self.loaded = False  # engine and text side are both there
         self.created = int(time.time())
         self.num_in_flight = 0  # HTTP requests being generated for
         facts = msgspec.json.encode([config.model, config.enforce_eager])
         digest = hashlib.blake2b(facts, digest_size=6).hexdigest()
         self.fingerprint = f"fp_octavo_{__version__}_{digest}"
-        self._salted = self._salts_by_key()
-
-    def _salts_by_key(self) -> bool:
-        scope = self.config.cache.prefix_cache_scope
-        return scope == "key" or (scope == "auto" and len(set(self.server.api_key)) > 1)
+        scope = config.cache.prefix_cache_scope
+        self._salted = scope == "key" or (scope == "auto" and self.keys.several_tenants)
 
     def salt(self, key_name: bytes, client_salt: str | None) -> bytes:
         """Who shares cached blocks: blake2b(key's name, the client's own salt); empty = all."""
@@ -99,6 +111,15 @@ class ServerState:
                 "messages",
             )
         return self.template
+
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of the model, as a grammar's matcher knows them. Raises InvalidRequest without
+        a tokenizer."""
+        tokenizer = self.require_tokenizer("structured_outputs")
+        size = self.client.info.vocab_size
+        table = self.byte_table[:size] + [b""] * (size - len(self.byte_table))
+        special = sorted(index for index in tokenizer.special_ids if index < size)
+        return Vocabulary(table, special, self.client.info.eos_ids)
 
     def check_text_length(self, num_chars: int, param: str) -> None:
         """Raises InvalidRequest for a text that cannot fit, before minutes are spent on it."""

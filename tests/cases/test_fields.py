@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from octavo.server.protocol import ChatRequest, CompletionRequest
 from tests.cases.asking import CHAT, COMPLETIONS, question
 from tests.fixtures.server import Server
 
@@ -79,6 +80,19 @@ CONTINUED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content":
 OF_CHAT["continue_final_message"] = ({"messages": CONTINUED, "return_token_ids": True}, True)
 OF_CHAT["echo"] = ({"messages": CONTINUED, "continue_final_message": True}, True)
 
+# They ask for nothing that could be missed. spaces_between_special_tokens: text is bytes of tokens,
+# and nothing is put between them, as in vLLM with any fast tokenizer.
+HARMLESS = {
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "store",
+    "service_tier",
+    "parallel_tool_calls",
+    "spaces_between_special_tokens",
+}
+
 PROBES = {
     **{(COMPLETIONS, field): probe for field, probe in {**SHARED, **OF_COMPLETIONS}.items()},
     **{(CHAT, field): probe for field, probe in {**SHARED, **OF_CHAT}.items()},
@@ -109,3 +123,10 @@ def test_every_field_changes_the_answer_or_is_refused(random_model: Server, rout
     status, after = answer(random_model, route, {**base, field: value})
     assert status in (200, 400, 404, 408)
     assert (status, after) != before
+
+
+def test_no_field_is_without_a_probe():
+    for route, schema in ((COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)):
+        probed = {field for other, field in PROBES if other == route}
+        assert probed | HARMLESS == set(schema.model_fields), route
+        assert not probed & HARMLESS

@@ -1,8 +1,9 @@
 """An engine process without a model: speaks the messages, says what the prompt tells it to.
 
 Run as ``python mock_engine.py OPTIONS_JSON INBOX OUTBOX PARENT``. A prompt that contains
-``say:TEXT`` (bytes are ids) is answered with TEXT and the end token; any other with the alphabet,
-endlessly. A prompt's vector is (number of ids, first, last, 1). Options: see ``Options``.
+``say:TEXT`` (bytes are ids) is answered with TEXT and the end token, ``tenant?`` with the request's
+tenant and weight; any other with the alphabet, endlessly. A prompt's vector is (number of ids,
+first, last, 1). Options: see ``Options``.
 """
 
 from __future__ import annotations
@@ -137,6 +138,8 @@ class MockEngine:
             text = bytes(i for i in ids if i < 256)
             endless = b"say:" not in text
             script = [*text.rpartition(b"say:")[2].partition(b"\n")[0], EOS]
+            if b"tenant?" in text:
+                endless, script = False, [*b"%b %.1f" % (request.tenant, request.weight), EOS]
             if request.params.prompt_logprobs is not None:
                 outputs.prompt_logprobs.append(
                     m.PromptLogprobRows(

@@ -26,8 +26,10 @@ OUT_OF_RANGE = [
     ("allowed_token_ids", []), ("allowed_token_ids", [2**40]), ("prompt_logprobs", 21),
     ("truncate_prompt_tokens", 0), ("priority", 3), ("priority", 2**40), ("request_id", "a\nb"),
     ("cache_salt", ""), ("stream", "yes"), ("stream_options", {"include_usage": True}),
-    ("guided_json", {"type": "object"}), ("guided_regex", "a"), ("guided_choice", ["a"]),
-    ("structured_outputs", {"json": {}}), ("response_format", {"type": "json_object"}),
+    ("guided_json", {"type": 7}), ("guided_regex", "([a"), ("guided_choice", [""]),
+    ("guided_grammar", "root ::= 1"), ("guided_decoding_backend", "outlines"),
+    ("structured_outputs", {"regex": "a", "json": {}}), ("structured_outputs", {}),
+    ("response_format", {"type": "json_schema"}), ("response_format", {"type": "yaml"}),
     ("early_stopping", True), ("length_penalty", 2.0), ("store", True), ("service_tier", "flex"),
     ("chat_template", "{{ x }}"), ("no_such_field", 1),
     ("n", 2**64 - 1), ("stop", ["ab"] * 1025), ("stop", ["a" * 65537]), ("bad_words", ["a"] * 1025),
@@ -175,8 +177,9 @@ def test_chat_names_the_fields_it_was_sent(server):
 @pytest.mark.parametrize(
     "fields, says",
     [
-        ({"response_format": {"type": "json_object"}}, "structured output is not in this version"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "not in this version"),
+        ({"response_format": {"type": "json_schema"}}, "of type json_schema needs json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}},
+         "response_format.json_schema.schema"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs asks for 21"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          "messages.0.content.0.type is 'image_url': only text is served in this version"),
@@ -246,8 +249,8 @@ def test_lenient_server_lists_unknown_fields_as_warnings():
         assert answer["choices"][0]["text"] == "x"
         assert len(answer["warnings"]) == 2
         assert "did you mean 'temperature'" in answer["warnings"][1]
-        events = server.events("/v1/completions", prompt="say:x", guided_regex="a")
-        assert "structured output" in events[-1]["warnings"][0]
+        events = server.events("/v1/completions", prompt="say:x", guided_decoding_backend="x")
+        assert "llguidance" in events[-1]["warnings"][0]
 
 
 def test_empty_prompt_depends_on_bos(server):
