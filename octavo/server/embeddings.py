@@ -40,10 +40,9 @@ async def embed(
         prompts = await in_time(state, body.timeout, arrival, inputs_of(state, body, request))
         requests = answer.prepare(prompts, request.scope)
     except InvalidRequest as error:
-        field = "input" if body.messages is None else "messages"
-        raise InvalidRequest(
-            str(error), field if error.param == "prompt" else error.param
-        ) from None
+        sent = "input" if body.messages is None else "messages"
+        field = sent if error.param == "prompt" else error.param
+        raise InvalidRequest(str(error), field, error.code) from None
     if state.server.enable_log_requests:
         logger.info("%s: vectors of %d inputs", name, len(requests))
     submission = Submission(state, request.receive)

@@ -25,7 +25,7 @@ from octavo.server.workers import Workers
 from octavo.text import sandbox
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import EngineDead, InvalidRequest
+from octavo.types import TOO_LONG, EngineDead, InvalidRequest
 
 LONG_TEXT = 8 << 10  # characters; longer prompts are tokenized in a thread
 HUGE_TEXT = 1 << 20  # characters; longer ones are refused untokenized when they cannot fit
@@ -132,6 +132,7 @@ class ServerState:
                 f"{param} holds {num_chars} characters, at least {least} tokens; this model's "
                 f"length is {limit} tokens for prompt and output together",
                 param,
+                TOO_LONG,
             )
 
     async def encode(

@@ -49,8 +49,20 @@ SHARED: dict[str, tuple[dict[str, Any], Any]] = {
     "return_token_ids": ({}, True),
     "return_tokens_as_token_ids": ({"logprobs": True}, True),
     "cache_salt": ({"temperature": 0}, "apart"),
-    "response_format": ({}, {"type": "no such type"}),
+    "response_format": ({}, {"type": "json_object"}),
+    "structured_outputs": ({}, {"choice": ["yes", "no"]}),
+    "guided_json": ({}, {"type": "object"}),
+    "guided_regex": ({}, "[0-9]{3}"),
+    "guided_choice": ({}, ["yes", "no"]),
+    "guided_grammar": ({}, 'start: "a" "b"+'),
+    "guided_whitespace_pattern": ({"guided_json": {"type": "object"}}, "  "),
     "use_beam_search": ({"n": 2, "temperature": 1}, True),
+    "structured_outputs": ({}, {"choice": ["zz"]}),
+    "guided_json": ({}, {"type": "object", "properties": {}, "additionalProperties": False}),
+    "guided_regex": ({}, "z+"),
+    "guided_choice": ({}, ["zz"]),
+    "guided_grammar": ({}, 'start: "zz"'),
+    "guided_whitespace_pattern": ({"guided_json": {"type": "object"}}, "("),
     "length_penalty": (BEAMS, -3),
     "early_stopping": ({**BEAMS, "length_penalty": 3}, True),
     "timeout": ({}, 1e-6),
@@ -90,8 +102,12 @@ HARMLESS = {
     "store",
     "service_tier",
     "parallel_tool_calls",
+    "include_reasoning",  # without a parser there is none to leave out
     "spaces_between_special_tokens",
 }
+
+# Changes answers of servers with a reasoning parser only: tests/server/tools.
+ELSEWHERE = {(CHAT, "include_reasoning")}
 
 PROBES = {
     **{(COMPLETIONS, field): probe for field, probe in {**SHARED, **OF_COMPLETIONS}.items()},
@@ -127,6 +143,6 @@ def test_every_field_changes_the_answer_or_is_refused(random_model: Server, rout
 
 def test_no_field_is_without_a_probe():
     for route, schema in ((COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)):
-        probed = {field for other, field in PROBES if other == route}
+        probed = {field for other, field in {*PROBES, *ELSEWHERE} if other == route}
         assert probed | HARMLESS == set(schema.model_fields), route
         assert not probed & HARMLESS

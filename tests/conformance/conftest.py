@@ -55,9 +55,3 @@ def scripted(places: dict[str, str]) -> Iterator[Server]:
     flags = ("--served-model-name", "scripted", "--kv-cache-memory-bytes", "16MiB")
     with server.start(places["S"], *flags, "--dtype", "float32", *TOOL_FLAGS) as running:
         yield running
-
-
-@pytest.fixture
-def weather_asked() -> list[dict[str, Any]]:
-    """The arguments with which the tool was called."""
-    return []

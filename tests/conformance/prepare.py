@@ -10,40 +10,39 @@ import random
 import sys
 
 from tests.cases.scripts import random_split
-from tests.fixtures import models, tokenizers
+from tests.fixtures import models
 from tests.fixtures.scripted import scripted_model
 
-CALL = '<tool_call>\n{"name": "%s", "arguments": {"city": "Par\u00edis", "days": 2}}\n</tool_call>'
-# What the scripted model says: a call, an answer to the tool's result, the call by which some
-# clients ask for a structured answer, and the structured answer itself.
+# What the scripted model says: a call of the tool, what it makes of the tool's result, the call by
+# which some clients ask for a structured answer, and the structured answer itself.
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>'
 SAYINGS = [
     CALL % "get_weather",
-    "It will rain in Par\u00edis \u2614, 11 degrees.",
+    "It will rain in Zürich ☔, 11 degrees.",
     CALL % "Weather",
-    '{"city": "Par\u00edis", "days": 2}',
+    '{"city": "Zürich", "days": 2}',
 ]
-# The script is chosen by what a real model would look at.
-CHOICE = (
-    "{{ '<|im_start|>assistant\n' }}"
-    "{% if messages[-1]['role'] == 'tool' %}<|go1|>"
-    "{% elif tools and tools[0]['function']['name'] == 'Weather' %}<|go2|>"
-    "{% elif tools %}<|go0|>{% else %}<|go3|>{% endif %}"
-)
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{{ message['content'] or '' }}"
-    "{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}" + CHOICE + "{% endif %}"
-)
+# Which of them is chosen by what a real model would look at.
+TEMPLATE = """
+{%- if tools %}{{ tools | tojson }}
+{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}
+{{- message['content'] or '' }}
+{%- for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if messages[-1]['role'] == 'tool' and 'rain' in messages[-1]['content'] %}<|go1|>
+{%- elif tools and tools[0]['function']['name'] == 'Weather' %}<|go2|>
+{%- elif tools %}<|go0|>
+{%- else %}<|go3|>
+{%- endif %}{% endif %}"""
 
 
 def main() -> None:
     rng = random.Random(7)
     sequences = [[*random_split(text.encode(), rng)] for text in SAYINGS]
     scripted = scripted_model("clients", sequences, chat_template=TEMPLATE)
-    assert tokenizers.IM_START in TEMPLATE
     places = {name: str(models.path(name)) for name in ("G", "G-bf16")}
     json.dump({**places, "S": str(scripted.path)}, sys.stdout)
 
