@@ -35,7 +35,7 @@ def _tool(schema: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
-# The ends of what is allowed, for bodies that reach the engine.
+# The ends of what is allowed, and what takes work to refuse.
 EXTREMES: dict[str, tuple[Any, ...]] = {
     "stream": (True, False),
     "stream_options": (None, {"include_usage": True, "continuous_usage_stats": True}),
