@@ -330,10 +330,16 @@ class QueueGate:
         return self.num_tokens * self._waited_seconds / self._started_tokens
 
     def check(
-        self, num_requests: int, num_tokens: int, now: float, num_free_slots: int = 0
+        self,
+        num_requests: int,
+        num_tokens: int,
+        now: float,
+        num_free_slots: int = 0,
+        place_wait: float = 0.0,
     ) -> None:
         """Raises QueueFull if so much more may not wait. Requests that the engine's free places
-        can take at once do not count as queued; one request may always wait."""
+        can take at once do not count as queued. ``place_wait``: predicted seconds until there is a
+        place (``forecast``)."""
         limit = self.max_requests + max(0, num_free_slots)
         if num_requests > max(1, limit):
             raise InvalidRequest(
@@ -341,10 +347,18 @@ class QueueGate:
                 "(--max-num-queued-reqs): send fewer at once",
                 "prompt",
             )
-        if self.num_requests == 0:
-            return
-        wait = self.predicted_wait(now)
-        retry = min(60.0, max(1.0, wait / 2))
+        wait = max(place_wait, self.predicted_wait(now))
+        if self.num_requests:
+            self._check_room(num_requests, num_tokens, limit, min(60.0, max(1.0, wait / 2)))
+        if wait > self.max_wait:
+            raise QueueFull(
+                f"the predicted wait is {wait:.1f} s, above {self.max_wait:g} s "
+                "(--max-queue-wait); try again later",
+                max(1.0, min(60.0, wait - self.max_wait)),
+            )
+
+    def _check_room(self, num_requests: int, num_tokens: int, limit: int, retry: float) -> None:
+        """Beside what waits already: one request may always wait."""
         if self.num_requests + num_requests > limit:
             raise QueueFull(
                 f"{self.num_requests} requests are waiting, at most {self.max_requests} may "
@@ -357,12 +371,6 @@ class QueueGate:
                 f"{self.num_tokens + num_tokens}; at most {self.max_tokens} may "
                 "(--max-num-queued-tokens); try again later",
                 retry,
-            )
-        if wait > self.max_wait:
-            raise QueueFull(
-                f"the predicted wait is {wait:.1f} s, above {self.max_wait:g} s "
-                "(--max-queue-wait); try again later",
-                max(1.0, min(60.0, wait - self.max_wait)),
             )
 
     def _advance(self, now: float) -> None:

@@ -115,6 +115,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         body, warnings = await read_body(request, ChatRequest, lenient)
         state.check_serving()
         state.check_model(body.model)
+        state.client.check_queue(1)  # before the conversation is rendered
         use = tool_use(body)
         try:
             params = chat_params(body, state.client.info.default_sampling)

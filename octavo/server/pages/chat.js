@@ -58,7 +58,8 @@ async function connect() {
   try {
     const names = await models(at("key").value);
     const before = select.value;
-    select.replaceChildren(...names.map((name) => new Option(name)));
+    select.replaceChildren(...names.map((name) => new Option(shortened(name), name)));
+    select.title = names.join("\n");
     if (names.includes(before)) select.value = before;
     select.disabled = names.length < 2;
     report("ready", "");
@@ -71,6 +72,11 @@ async function connect() {
     report("waiting", error.status === 503 ? "the model is loading …" : "the server does not answer …");
     nextLook = setTimeout(connect, SHORT_WAIT);
   }
+}
+
+/** A path's last two parts; other names as they are. */
+function shortened(name) {
+  return name.startsWith("/") ? name.split("/").slice(-2).join("/") : name;
 }
 
 function report(state, label) {
@@ -256,15 +262,17 @@ function openSettings(first) {
 }
 
 function showRequest() {
+  const asked = turns.at(-1)?.role === "assistant" ? turns.slice(0, -1) : turns;
   const pending = prompt.value.trim() || (turns.length ? "" : "Hello!");
-  const conversation = turns.at(-1)?.role === "user" || !pending ? turns : [...turns, { role: "user", content: pending }];
+  // While an answer is written, or where nothing is in the field, the request is the last one.
+  const conversation = running || !pending ? asked : [...turns, { role: "user", content: pending }];
   const body = requestBody(conversation);
   const withKey = at("key").value !== "";
   at("curl").textContent = asCurl(address("v1/chat/completions"), body, withKey);
   at("python").textContent = asPython(address("v1"), body, withKey);
   at("request-note").textContent = withKey
     ? `The key is read from $${KEY_VARIABLE}.`
-    : "The conversation so far, with the message in the field and the settings.";
+    : "The conversation with the message in the field, or else the last request, with the settings.";
   at("request").showModal();
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from octavo.server.tools.registry import FORMATS
 from tests.server import mock_server
 
 CHAT = "/v1/chat/completions"
@@ -215,6 +216,70 @@ def test_openais_client_puts_a_stream_together(hermes):
         again.append({"role": "tool", "tool_call_id": call.id, "content": "12"})
     again += ask["messages"][:1]
     assert client.chat.completions.create(model="mock", messages=again, tools=TOOLS).choices
+
+
+# Format -> what to say in a vocabulary that has its marks as special tokens.
+AS_TOKENS = {
+    "hermes": '<tool_call>\n{"name": "get", "arguments": @}\n</tool_call>\n<tool_call>\n'
+    '{"name": "now", "arguments": {}}\n</tool_call>',
+    "mistral": "[TOOL_CALLS]get[ARGS]@[TOOL_CALLS]now[ARGS]{}",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>@"
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.get "
+    "<|constrain|>json<|message|>@<|call|><|start|>assistant<|channel|>commentary "
+    "to=functions.now <|constrain|>json<|message|>{}",
+}
+
+
+ARGUMENTS = json.dumps({"city": CITY}).replace("<", "\\u003c")
+
+
+@pytest.mark.parametrize("name", AS_TOKENS)
+def test_marks_that_are_special_tokens_are_read_and_never_shown(name):
+    marks = FORMATS[name].MARKS
+    flags = {"enable_auto_tool_choice": True, "tool_call_parser": name}
+    template = mock_server.TEMPLATE
+    if name == "openai":
+        template = template.replace("assistant: ", "<|start|>assistant")
+    with mock_server.start(engine=ROOM, server=flags, marks=marks, template=template) as server:
+        prefix = "" if name == "openai" else "I look."
+        text = prefix + AS_TOKENS[name].replace("@", ARGUMENTS)
+        for fields in ({}, {"skip_special_tokens": False}):
+            choice = check_both_ways(server, mock_server.said(text, marks), **fields)
+            assert calls_of(choice) == CALLS
+            assert choice["message"]["content"] == "I look."
+            assert choice["finish_reason"] == "tool_calls"
+        if name == "openai":
+            assert choice["message"]["reasoning"] == "Hm."
+        # Text that spells the marks is text; a stop string may name a mark.
+        spelled = mock_server.said("I " + marks[0])
+        assert check_both_ways(server, spelled)["message"]["content"] == "I " + marks[0]
+        stopped = check_both_ways(server, mock_server.said(text, marks), stop=[marks[0]])
+        assert stopped["stop_reason"] == marks[0] and "tool_calls" not in stopped["message"]
+        plain = whole(server, mock_server.said(text, marks), tool_choice="none")
+        shown = plain["choices"][0]["message"]["content"]
+        assert not any(mark in shown for mark in marks)
+
+
+def test_the_prompt_says_whether_an_answer_begins_inside_of_reasoning():
+    """As templates of hybrid models do: they open reasoning, or write it empty."""
+    marks = ("<think>", "</think>", "<|turn|>")
+    template = mock_server.TEMPLATE.replace(
+        "assistant: ",
+        "<|turn|>{% if enable_thinking is false %}<think>\n\n</think>\n\n"
+        "{% elif enable_thinking %}<think>\n{% endif %}",
+    )
+    ask = {"messages": [{"role": "user", "content": mock_server.said("say:a</think>b", marks)}]}
+    for parser, default in (("qwen3", "ab"), ("deepseek_r1", "b")):
+        flags = {"reasoning_parser": parser}
+        with mock_server.start(engine=ROOM, server=flags, marks=marks, template=template) as server:
+            for thinks, content in ((True, "b"), (False, "ab"), (None, default)):
+                fields = {} if thinks is None else {"enable_thinking": thinks}
+                answer = server.post(CHAT, **ask, chat_template_kwargs=fields).json()
+                message = answer["choices"][0]["message"]
+                assert message["content"] == content
+                assert message["reasoning"] == ("a" if content == "b" else None)
 
 
 def test_a_choice_left_to_the_model_needs_flags(without):
