@@ -103,18 +103,31 @@ def literal(text: str) -> str:
     )
 
 
+# Of ASCII alone, as in JSON Schema: what follows them matches wherever it is checked, while the
+# larger classes differ between languages and their versions.
+_CLASSES = {
+    "d": "[0-9]",
+    "D": "[^0-9]",
+    "w": "[0-9A-Za-z_]",
+    "W": "[^0-9A-Za-z_]",
+    "s": r"[ \t\n\r\f\v]",
+    "S": r"[^ \t\n\r\f\v]",
+}
+
+
 def between_slashes(regex: str) -> str:
-    """The same regex with no bare slash or line end, which would end it in a Lark grammar."""
+    """The regex as it stands between the slashes of a Lark grammar: without a bare slash or line
+    end, and with classes of ASCII."""
     out, escaped = [], False
     for char in regex:
-        if char == "\n":
-            out.append("n" if escaped else r"\n")
-        elif char == "/" and not escaped:
-            out.append(r"\/")
+        if escaped:
+            out.append(_CLASSES.get(char) or ("\\n" if char == "\n" else "\\" + char))
+            escaped = False
+        elif char == "\\":
+            escaped = True
         else:
-            out.append(char)
-        escaped = char == "\\" and not escaped
-    return "".join(out)
+            out.append({"\n": r"\n", "/": r"\/"}.get(char, char))
+    return "".join(out) + "\\" * escaped
 
 
 def _encode(grammars: list[Grammar]) -> str:

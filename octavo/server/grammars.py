@@ -21,6 +21,7 @@ CHECKER_MODULE = "octavo.grammar.checker"
 WALL_SECONDS = (
     5.0  # the processor's time is limited in the checker: this is for a machine at a loss
 )
+TOO_LONG = f"it took longer than {WALL_SECONDS:g} s to compile"
 MOST_WAITING = 64  # grammars that may wait for the checker
 MOST_KNOWN = 512  # verdicts that are remembered
 
@@ -51,7 +52,8 @@ class GrammarChecker:
         problem = self._known.get(text)
         if problem is None:
             problem = await self._ask(text)
-            self._known[text] = problem
+            if problem != TOO_LONG:  # which says more about the machine than about the grammar
+                self._known[text] = problem
             if len(self._known) > MOST_KNOWN:
                 self._known.popitem(last=False)
         else:
@@ -96,7 +98,7 @@ class GrammarChecker:
             done = True
             return answer
         except TimeoutError:
-            return f"it took longer than {WALL_SECONDS:g} s to compile"
+            return TOO_LONG
         except (asyncio.IncompleteReadError, ConnectionError):
             return (
                 f"compiling it takes more than {CPU_SECONDS:g} s or "
