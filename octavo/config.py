@@ -196,10 +196,9 @@ class SchedulerConfig:
     )
     scheduling_policy: str = flag(
         "fcfs",
-        "order of the waiting queue",
+        "order of the waiting queue; fair: each API key gets its share of the tokens",
         group="scheduler",
-        choices=("fcfs", "priority"),
-        later=("fair",),
+        choices=("fcfs", "priority", "fair"),
     )
     priority_ageing: float = flag(
         0.0,
@@ -283,6 +282,18 @@ class EngineConfig:
     nvtx: bool = flag(False, "an NVTX range for every step, for Nsight Systems", group="model")
 
 
+# The second line: further names that vLLM has for the same formats.
+TOOL_CALL_PARSERS = (
+    *("auto", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "deepseek_v3"),
+    *("granite", "openai", "json"),
+    *("llama4_json", "llama4_pythonic", "qwen3_xml", "deepseek_v31", "granite4"),
+)
+REASONING_PARSERS = (
+    *("deepseek_r1", "qwen3", "granite", "openai"),
+    *("deepseek_v3", "openai_gptoss"),
+)
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = flag(
@@ -299,10 +310,16 @@ class ServerConfig:
     uds: str | None = flag(None, "listen on this Unix socket instead", group="server")
     api_key: list[str] = flag(
         [],
-        "keys that guard every route but health (also OCTAVO_API_KEY, VLLM_API_KEY)",
+        "keys that guard every route but health (also OCTAVO_API_KEY, VLLM_API_KEY); KEY=infer may "
+        "do no more than that",
         group="server",
         kind="list",
         top=True,
+    )
+    api_key_file: str | None = flag(
+        None,
+        "file of keys, a line each: NAME KEY SCOPES [weight=W]; read again when it changes",
+        group="server",
     )
     chat_template: str | None = flag(
         None, "Jinja template: a file or the text itself", group="server"
@@ -312,6 +329,26 @@ class ServerConfig:
         "how message contents reach the template",
         group="server",
         choices=("auto", "string", "openai"),
+    )
+    enable_auto_tool_choice: bool = flag(
+        False,
+        "let models call tools when a request leaves the choice to them; needs --tool-call-parser",
+        group="server",
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "format of the model's tool calls; auto: the one its chat template shows",
+        group="server",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "how the model marks its reasoning, which is then set apart from its answers",
+        group="server",
+        choices=REASONING_PARSERS,
+    )
+    trust_request_chat_template: bool = flag(
+        False, "let a request bring its own chat template", group="server"
     )
     allow_special_tokens_in_content: bool = flag(
         False, "let message text contain control tokens", group="server"
@@ -425,8 +462,9 @@ def available_memory() -> int:
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Environment of an engine process: one place decides thread pools."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    """Environment of an engine process: one place decides thread pools. API keys stay here."""
+    own = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
+    return {**own, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 # How long a compute thread that waits for the others spins before it sleeps (GNU OpenMP's unit,
@@ -532,9 +570,6 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--spec-tokens": "speculative decoding",
     "--speculative-model": "speculative decoding",
     "--num-speculative-tokens": "speculative decoding",
-    "--enable-auto-tool-choice": "tool calls",
-    "--tool-call-parser": "tool calls",
-    "--reasoning-parser": "reasoning parsers",
     "--api-server-count": "several API processes",
     "--otlp-traces-endpoint": "tracing",
 }

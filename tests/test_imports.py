@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"text", "checkpoint", "collector", "grammar"},
-    "llm": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
+    "progress": EVERYBODY | {"engine.messages"},
+    "llm": EVERYBODY | {"engine", "assembly", "progress", "text", "checkpoint", "grammar"},
     "cli": {""},
     "__main__": {"cli"},
     "__init__": {"types", "llm"},
@@ -50,6 +51,7 @@ WITHOUT_TORCH = {
         "engine",
         "grammar",
         "assembly",
+        "progress",
         "server",
         "llm",
         "cli",

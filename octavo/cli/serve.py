@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 from octavo.cli.arguments import Arguments, Command
@@ -27,11 +28,20 @@ def run(arguments: Arguments) -> int:
     """Returns when the server has drained; ConfigError before that for what cannot be served."""
     engine_config = arguments.build(EngineConfig)
     server_config = arguments.build(ServerConfig)
+    from octavo.server.tools.setup import check_flags
+
     reject_unsupported(engine_config)
+    check_flags(server_config, engine_config.model.skip_tokenizer_init)
     if any(not key or key != key.strip() for key in server_config.api_key):
         raise ConfigError(
             "--api-key: a key is empty or has spaces around it, so no client could send it (is a "
             "variable unset?); drop the flag to serve without keys"
+        )
+    if server_config.api_key and any(key in sys.argv for key in server_config.api_key):
+        print(
+            "octavo: --api-key shows the key to everyone who lists this machine's processes; "
+            "OCTAVO_API_KEY and --api-key-file do not",
+            file=sys.stderr,
         )
     if not server_config.api_key:
         server_config = replace(server_config, api_key=environment_api_keys())

@@ -41,6 +41,7 @@ class Request:
         "max_len",
         "message",
         "num_cached_tokens",
+        "num_charged",
         "num_preemptions",
         "num_registered",
         "params",
@@ -55,8 +56,10 @@ class Request:
         "state",
         "stop_ids",
         "stop_reason",
+        "tenant",
         "timings",
         "tokens",
+        "weight",
     )
 
     def __init__(
@@ -73,6 +76,8 @@ class Request:
         chain: PrefixKeys,
         bad_words: list[list[int]] | None = None,
         pooling: Pooling | None = None,
+        tenant: bytes = b"",
+        weight: float = 1.0,
         grammar: str = "",
         grammar_after: str = "",
     ) -> None:
@@ -101,6 +106,8 @@ class Request:
         self.state = State.WAITING
         self.num_preemptions = 0
         self.num_cached_tokens = 0
+        self.tenant, self.weight = tenant, weight
+        self.num_charged = 0  # of its tokens, while it runs (core.fair)
         self.timings = RequestTimings(arrival=arrival)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

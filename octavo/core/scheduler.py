@@ -20,7 +20,7 @@ from octavo.core.in_flight import InFlight, Issued
 from octavo.core.plan import Int32, StepPlan, StepResult
 from octavo.core.plan_builder import PlanBuilder
 from octavo.core.prefix import PrefixIndex
-from octavo.core.queue import OrderKey, WaitingQueue, fcfs_key
+from octavo.core.queue import Queue, WaitingQueue
 from octavo.core.request import Request, State, worst_case_blocks
 from octavo.core.running import Bools, Index, Running
 from octavo.types import FinishReason, InvalidRequest
@@ -80,15 +80,16 @@ class Scheduler:
         *,
         eos_ids: list[int],
         clock: Callable[[], float],
-        key: OrderKey = fcfs_key,
+        queue: Queue | None = None,
         cost: StepCost | None = None,
         on_event: EventSink = ignore,
     ) -> None:
         self.limits = limits
         self.pool = pool
         self.prefix = PrefixIndex(pool)
-        self.waiting = WaitingQueue(key)
-        self.running = Running(limits.max_num_seqs, limits.max_model_len, key)
+        self.waiting: Queue = queue if queue is not None else WaitingQueue()
+        self.running = Running(limits.max_num_seqs, limits.max_model_len, self.waiting.key)
+        self.waiting.watch(self.running)
         self.counters = Counters()
         self.eos_ids = sorted(set(eos_ids))
         self._clock = clock
@@ -242,13 +243,14 @@ class Scheduler:
         missing = (over[grown] + (size - 1)) // size
         preempted = False
         while (total := int(np.add.reduce(missing))) > self.pool.num_free:
-            victim = int(running.order[-1])
+            victim = self.waiting.last_in_line(running)
             self._preempt(victim)
             preempted = True
-            row = len(rows) - 1  # the last in line: the last row, if it has one
-            if rows[row] == victim:
-                rows, counts = rows[:row], counts[:row]
-                missing, grown = missing[grown < row], grown[grown < row]
+            kept = rows != victim
+            if not kept.all():
+                place = np.cumsum(kept) - 1  # of each row that is left
+                missing, grown = missing[kept[grown]], place[grown[kept[grown]]]
+                rows, counts = rows[kept], counts[kept]
         slots = rows[grown]
         capacity = running.capacity[slots]
         blocks = self.pool.take(total)
@@ -275,6 +277,7 @@ class Scheduler:
         running = self.running
         valid = min(int(running.computed[slot]), int(running.known[slot]))
         request = running.vacate(slot)
+        self.waiting.left(request)
         self.prefix.leave(request, request.tokens[:valid], keep)
         self._freed_slots.append(slot)
         return request
@@ -312,7 +315,7 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder, budget: int, chunk_budget: int) -> None:
         """Waiting requests in order, until budget, slots or blocks run out."""
-        for request in self.waiting:
+        for request in self.waiting.in_turn():
             if budget <= 0 or chunk_budget <= 0 or not self.running.has_free_slot:
                 return
             if request.in_flight:
@@ -335,6 +338,7 @@ class Scheduler:
                 self._starved = (request.handle, self.pool.num_free)
                 return  # the first that cannot be allocated stops admission
             self.waiting.remove(request)
+            self.waiting.admitted(request, len(request.tokens) - computed)
             self._count_admission(request, computed)
             slot = self.running.place(request, computed, self.pool.block_size)
             builder.add_request(request, slot, count, self._min_stop_ids(request))

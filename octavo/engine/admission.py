@@ -15,7 +15,7 @@ import numpy as np
 from octavo.config import SchedulerConfig
 from octavo.core.request import worst_case_blocks
 from octavo.engine.messages import AddRequest, EngineInfo, pack_ids
-from octavo.types import InvalidRequest, Pooling, QueueFull, SamplingParams
+from octavo.types import TOO_LONG, InvalidRequest, Pooling, QueueFull, SamplingParams
 
 # float32 logits divided or multiplied by more than this could overflow on the device.
 REPETITION_PENALTY_RANGE = (1e-3, 1e3)
@@ -34,6 +34,8 @@ def prepare(
     max_logprobs: int = 20,
     priority: int = 0,
     salt: bytes = b"",
+    tenant: bytes = b"",
+    weight: float = 1.0,
     bad_words: list[list[int]] | None = None,
     grammar: str = "",
 ) -> AddRequest:
@@ -76,6 +78,8 @@ def prepare(
         arrival=arrival,
         priority=priority,
         salt=salt,
+        tenant=tenant,
+        weight=weight,
         bad_words=[_bad_word(info, word) for word in bad_words or []],
         grammar=grammar,
         grammar_after=(structured.after or "") if grammar and structured else "",
@@ -93,6 +97,8 @@ def prepare_embedding(
     truncate_prompt_tokens: int | None = None,
     priority: int = 0,
     salt: bytes = b"",
+    tenant: bytes = b"",
+    weight: float = 1.0,
 ) -> AddRequest:
     """A request for a prompt's vector. ``truncate_prompt_tokens`` keeps the last so many tokens; -1
     as many as the model takes. Raises InvalidRequest, naming the field, when it can never run."""
@@ -113,6 +119,7 @@ def prepare_embedding(
             f"the prompt has {len(ids)} tokens, {what} is {limit} tokens: shorten the prompt, or "
             "set truncate_prompt_tokens",
             "prompt",
+            TOO_LONG,
         )
     return AddRequest(
         handle=handle,
@@ -123,6 +130,8 @@ def prepare_embedding(
         arrival=arrival,
         priority=priority,
         salt=salt,
+        tenant=tenant,
+        weight=weight,
         pooling=Pooling(pooling),
     )
 
@@ -234,6 +243,7 @@ def _resolved_max_tokens(info: EngineInfo, params: SamplingParams, prompt_len: i
             f"the prompt has {prompt_len} tokens, this model's length is {limit} tokens for prompt "
             "and output together: shorten the prompt, or set truncate_prompt_tokens",
             "prompt",
+            TOO_LONG,
         )
     shared = prompt_len // info.block_size
     places = (info.num_blocks - shared) // params.n * info.block_size
@@ -250,6 +260,7 @@ def _resolved_max_tokens(info: EngineInfo, params: SamplingParams, prompt_len: i
             f"{prompt_len + max_tokens}, above this model's length of {limit} tokens; lower "
             f"max_tokens to {limit - prompt_len} or shorten the prompt",
             "max_tokens",
+            TOO_LONG if max_tokens < limit else "invalid_request",  # no prompt is short enough
         )
     if max_tokens < 1 or max_tokens > in_pool:
         needed = worst_case_blocks(prompt_len, max(1, max_tokens), params.n, info.block_size)
@@ -316,10 +327,16 @@ class QueueGate:
         return self.num_tokens * self._waited_seconds / self._started_tokens
 
     def check(
-        self, num_requests: int, num_tokens: int, now: float, num_free_slots: int = 0
+        self,
+        num_requests: int,
+        num_tokens: int,
+        now: float,
+        num_free_slots: int = 0,
+        place_wait: float = 0.0,
     ) -> None:
         """Raises QueueFull if so much more may not wait. Requests that the engine's free places
-        can take at once do not count as queued; one request may always wait."""
+        can take at once do not count as queued. ``place_wait``: predicted seconds until there is a
+        place (``forecast``)."""
         limit = self.max_requests + max(0, num_free_slots)
         if num_requests > max(1, limit):
             raise InvalidRequest(
@@ -327,10 +344,18 @@ class QueueGate:
                 "(--max-num-queued-reqs): send fewer at once",
                 "prompt",
             )
-        if self.num_requests == 0:
-            return
-        wait = self.predicted_wait(now)
-        retry = min(60.0, max(1.0, wait / 2))
+        wait = max(place_wait, self.predicted_wait(now))
+        if self.num_requests:
+            self._check_room(num_requests, num_tokens, limit, min(60.0, max(1.0, wait / 2)))
+        if wait > self.max_wait:
+            raise QueueFull(
+                f"the predicted wait is {wait:.1f} s, above {self.max_wait:g} s "
+                "(--max-queue-wait); try again later",
+                max(1.0, min(60.0, wait - self.max_wait)),
+            )
+
+    def _check_room(self, num_requests: int, num_tokens: int, limit: int, retry: float) -> None:
+        """Beside what waits already: one request may always wait."""
         if self.num_requests + num_requests > limit:
             raise QueueFull(
                 f"{self.num_requests} requests are waiting, at most {self.max_requests} may "
@@ -343,12 +368,6 @@ class QueueGate:
                 f"{self.num_tokens + num_tokens}; at most {self.max_tokens} may "
                 "(--max-num-queued-tokens); try again later",
                 retry,
-            )
-        if wait > self.max_wait:
-            raise QueueFull(
-                f"the predicted wait is {wait:.1f} s, above {self.max_wait:g} s "
-                "(--max-queue-wait); try again later",
-                max(1.0, min(60.0, wait - self.max_wait)),
             )
 
     def _advance(self, now: float) -> None:

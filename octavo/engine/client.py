@@ -24,6 +24,7 @@ import zmq
 
 from octavo.config import EngineConfig, available_cores, child_environment
 from octavo.engine.admission import QueueGate
+from octavo.engine.forecast import PlaceForecast, PlaceWaits
 from octavo.engine.messages import (
     Abort,
     AddRequest,
@@ -52,18 +53,25 @@ logger = logging.getLogger("octavo")
 ENGINE_MODULE = "octavo.engine.process"
 HEARTBEAT_LIMIT = 1.5  # seconds; the engine beats every 0.5 s
 CHECK_INTERVAL = 0.25
+FORECAST_SECONDS = 0.02  # that a forecast of places is used
+_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 REJECTED = "rejected"  # beside the finish reasons, in ``ProcessClient.ended``
 
 
 class _Entry:
     """A submitted request that has not ended. Shared by its n handles."""
 
-    __slots__ = ("handle", "n", "num_open", "num_prompt_tokens", "queued", "stream")
+    __slots__ = (
+        *("handle", "max_tokens", "n", "num_open", "num_prompt_tokens", "num_tokens", "queued"),
+        "stream",
+    )
 
     def __init__(self, request: AddRequest, stream: RequestStream) -> None:
         self.handle = request.handle
         self.n = self.num_open = request.params.n
         self.num_prompt_tokens = len(request.prompt_ids) // 4
+        self.num_tokens = 0  # output of all its choices
+        self.max_tokens = request.max_tokens
         self.queued = True  # counted by the gate: none of its choices has started
         self.stream = stream
 
@@ -95,6 +103,9 @@ class ProcessClient:
         self._on_progress = on_progress
         self._info: EngineInfo | None = None
         self._gate: QueueGate | None = None
+        self._forecast = PlaceForecast()
+        self._waits: PlaceWaits | None = None  # as of ``_waits_time``
+        self._waits_time = 0.0
         self._entries: dict[int, _Entry] = {}  # by every open handle
         self._waiting: set[int] = set()  # of those, the ones not scheduled yet
         self._next_handle = 1
@@ -219,7 +230,8 @@ class ProcessClient:
         gate = self._require_gate()
         now = time.monotonic()
         if not continuing:
-            self.check_queue(len(requests), sum(len(r.prompt_ids) // 4 for r in requests))
+            num_tokens = sum(len(r.prompt_ids) // 4 for r in requests)
+            self.check_queue(len(requests), num_tokens, sum(r.params.n for r in requests))
         handles = [r.handle + i for r in requests for i in range(r.params.n)]
         stream = RequestStream(self._loop, handles)
         for request in requests:
@@ -232,10 +244,21 @@ class ProcessClient:
         self.num_admitted += len(handles)
         return stream
 
-    def check_queue(self, num_requests: int, num_tokens: int = 0) -> None:
+    def check_queue(self, num_requests: int, num_tokens: int = 0, num_sequences: int = 1) -> None:
         """Raises what ``submit`` would raise for so much more, before work is spent on it."""
+        gate, now = self._require_gate(), time.monotonic()
         free = self.info.max_num_seqs - self.num_running
-        self._require_gate().check(num_requests, num_tokens, time.monotonic(), free)
+        position = self.num_waiting + num_sequences - 1 - free
+        wait = self._place_wait(position, now) if position >= 0 else 0.0
+        gate.check(num_requests, num_tokens, now, free, wait)
+
+    def _place_wait(self, position: int, now: float) -> float:
+        """Seconds until that many places beyond the first will have become free."""
+        if self._waits is None or now - self._waits_time > FORECAST_SECONDS:
+            self._waits_time = now
+            running = (e for h, e in self._entries.items() if h not in self._waiting)
+            self._waits = self._forecast.waits((e.num_tokens // e.n, e.max_tokens) for e in running)
+        return self._waits.of(position) - (now - self._waits_time)
 
     def abort(self, handles: Iterable[int], reason: FinishReason = FinishReason.ABORT) -> None:
         """Drops handles that are still open; their events end here and now. ``reason`` is how
@@ -363,6 +386,7 @@ class ProcessClient:
         for pair in outputs.pairs():
             entry = entries.get(pair[0])
             if entry is not None:
+                entry.num_tokens += 1
                 events = entry.stream.events()
                 events.tokens.append(pair)
                 events.time = stats.time
@@ -385,6 +409,8 @@ class ProcessClient:
                     if handle in entries:
                         self._end(handle, REJECTED)
                 entry.stream.more().rejected.append(rejected)
+        if stats.step_seconds:
+            self._forecast.on_step(stats.step_seconds)
         if self.on_step is not None:
             self.on_step(stats)
 
@@ -398,6 +424,8 @@ class ProcessClient:
         entry = self._entries.pop(handle)
         self._waiting.discard(handle)
         self.ended[reason] += 1
+        if reason in _BY_ITSELF:
+            self._forecast.on_end(entry.num_tokens // entry.n)
         entry.num_open -= 1
         if not entry.num_open:
             self._leave_queue(entry, started=False)

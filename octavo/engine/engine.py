@@ -19,8 +19,8 @@ import numpy as np
 from octavo.config import EngineConfig
 from octavo.core.block_pool import BlockPool, PrefixKeys, root_key
 from octavo.core.events import Event, EventKind
+from octavo.core.fair import waiting_queue
 from octavo.core.plan import Logprobs, StepPlan, StepResult
-from octavo.core.queue import order_key
 from octavo.core.request import Request, State
 from octavo.core.scheduler import Limits, Scheduler, Update
 from octavo.engine.cost import StepCosts
@@ -127,7 +127,9 @@ class Engine:
             BlockPool(info.num_blocks, info.block_size, config.cache.enable_prefix_caching),
             eos_ids=info.eos_ids,
             clock=clock,
-            key=order_key(config.scheduler.scheduling_policy, config.scheduler.priority_ageing),
+            queue=waiting_queue(
+                config.scheduler.scheduling_policy, config.scheduler.priority_ageing
+            ),
             cost=self.costs,
             on_event=self._on_event,
         )
@@ -195,6 +197,8 @@ class Engine:
                 chain=PrefixKeys(root, self.info.block_size),
                 bad_words=message.bad_words,
                 pooling=message.pooling,
+                tenant=message.tenant,
+                weight=message.weight,
                 grammar=message.grammar,
                 grammar_after=message.grammar_after,
             )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -185,19 +185,19 @@ def check_priority(state: ServerState, priority: int | None) -> None:
 
 
 async def in_time(
-    state: ServerState, body: GenerationRequest, arrival: float, work: Awaitable[T]
+    state: ServerState, timeout: float | None, arrival: float, work: Awaitable[T]
 ) -> T:
     """What ``work`` (reading the prompt) gives. Raises TimedOut where the request's timeout passes
     meanwhile."""
-    if body.timeout is None:
+    if timeout is None:
         return await work
     try:
-        async with asyncio.timeout(arrival + body.timeout - time.monotonic()):
+        async with asyncio.timeout(arrival + timeout - time.monotonic()):
             return await work
     except TimeoutError:
         state.metrics.num_timed_out += 1
         raise TimedOut(
-            f"the request's timeout of {body.timeout:g} s has passed: its prompt was being read"
+            f"the request's timeout of {timeout:g} s has passed: its prompt was being read"
         ) from None
 
 
@@ -215,7 +215,7 @@ async def _grammar(
 async def respond(
     state: ServerState,
     request: Request,
-    answer_type: type[Answer],
+    answer_type: Callable[..., Answer],
     body: GenerationRequest,
     params: SamplingParams,
     prompts: tuple[list[list[int]], list[str | None]],
@@ -224,10 +224,11 @@ async def respond(
     prefix: str,
     warnings: list[str],
     drop_output: bool = False,
+    marks: Mapping[int, str] | None = None,
     render: bool = False,
 ) -> Response:
     """Runs the generation. Errors before the first event are raised; the app answers them.
-    ``drop_output``: see ``Ask``. ``render``: all but the generation, told as JSON."""
+    ``drop_output``, ``marks``: see ``Ask``. ``render``: all but the generation, told as JSON."""
     name = request_id(request, body.request_id, prefix)
     check_priority(state, body.priority)
     ask = Ask(
@@ -238,12 +239,15 @@ async def respond(
         arrival=arrival,
         priority=body.priority or 0,
         salt=state.salt(request.scope["octavo.key"], body.cache_salt),
+        tenant=request.scope["octavo.key"],
+        weight=request.scope["octavo.weight"],
         drop_output=drop_output,
         timeout=body.timeout,
+        marks=marks,
     )
     beams = beam_params(body, params)
     if (constraint := params.structured_outputs) is not None:
-        ask.grammar = await in_time(state, body, arrival, _grammar(state, body, constraint))
+        ask.grammar = await in_time(state, body.timeout, arrival, _grammar(state, body, constraint))
     if beams is None:
         generation = Generation(state, ask, request.receive)
     else:
@@ -252,8 +256,8 @@ async def respond(
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
     if render:
-        several = answer_type.several
-        return rendered(state, answer.model, await generation.prepared(), warnings, several)
+        prepared = await generation.prepared()
+        return rendered(state, answer.model, prepared, warnings, answer.several)
     await generation.begin()
     if body.stream:
         return EventStream(answer)

@@ -44,7 +44,7 @@ class BeamGeneration(Generation):
                 )
             )  # fmt: skip
             self._state.metrics.on_admitted(request.params, request.max_tokens)
-        self._submission.begin()
+        self._submission.begin(self._ask.arrival, self._ask.timeout)
         try:
             await self._step(self._searches)
             self._starting.clear()

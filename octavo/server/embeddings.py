@@ -14,8 +14,9 @@ from starlette.responses import Response
 from octavo.engine.admission import prepare_embedding
 from octavo.engine.messages import AddRequest, PooledPrompt, num_ids
 from octavo.engine.streams import MoreEvents
-from octavo.server.answers import check_priority, request_id
-from octavo.server.chat import chat_ids
+from octavo.server.answers import check_priority, in_time, request_id
+from octavo.server.auth import Scope
+from octavo.server.chat import chat_ids, check_without_messages
 from octavo.server.protocol import EmbeddingRequest
 from octavo.server.state import ServerState
 from octavo.server.streaming import encode_json
@@ -36,17 +37,16 @@ async def embed(
     name = request_id(request, body.request_id, "embd")
     answer = EmbeddingAnswer(state, body, name, arrival, warnings)
     try:
-        prompts = await inputs_of(state, body, request)
-        requests = answer.prepare(prompts, state.salt(request.scope["octavo.key"], body.cache_salt))
+        prompts = await in_time(state, body.timeout, arrival, inputs_of(state, body, request))
+        requests = answer.prepare(prompts, request.scope)
     except InvalidRequest as error:
-        field = "input" if body.messages is None else "messages"
-        raise InvalidRequest(
-            str(error), field if error.param == "prompt" else error.param
-        ) from None
+        sent = "input" if body.messages is None else "messages"
+        field = sent if error.param == "prompt" else error.param
+        raise InvalidRequest(str(error), field, error.code) from None
     if state.server.enable_log_requests:
         logger.info("%s: vectors of %d inputs", name, len(requests))
     submission = Submission(state, request.receive)
-    submission.begin()
+    submission.begin(arrival, body.timeout)
     try:
         for part in parts(requests, state):
             async for events in submission.run(part):
@@ -69,6 +69,7 @@ async def inputs_of(
             update={"add_generation_prompt": bool(body.add_generation_prompt)}
         )
         return [await chat_ids(state, prompted, body.messages, body.add_special_tokens, request)]
+    check_without_messages(body)
     given: Any = [body.input] if isinstance(body.input, str) else body.input
     if not given:
         raise InvalidRequest("input is an empty list", "input")
@@ -122,15 +123,19 @@ class EmbeddingAnswer:
         self._last_scheduled = arrival
         self._num_cached = 0
 
-    def prepare(self, prompts: list[list[int]], salt: bytes) -> list[AddRequest]:
-        """A request for each prompt, all or none. Raises InvalidRequest."""
+    def prepare(self, prompts: list[list[int]], scope: Scope) -> list[AddRequest]:
+        """A request for each prompt, all or none. ``scope``: of whose key. Raises
+        InvalidRequest."""
         client, body = self._state.client, self._body
+        tenant = scope["octavo.key"]
+        salt = self._state.salt(tenant, body.cache_salt)
         requests = [
             prepare_embedding(
                 client.info, ids, body.pooling or Pooling.LAST.value, handle=i,
                 request_id=f"{self._name}-{i}" if len(prompts) > 1 else self._name,
                 arrival=self._arrival, truncate_prompt_tokens=body.truncate_prompt_tokens,
-                priority=body.priority or 0, salt=salt,
+                priority=body.priority or 0, salt=salt, tenant=tenant,
+                weight=scope["octavo.weight"],
             )
             for i, ids in enumerate(prompts)
         ]  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from octavo.engine.admission import prepare
@@ -74,6 +74,7 @@ class Piece:
 @dataclass(slots=True)
 class Ask:
     """What a route wants generated. ``drop_output``: only the prompt's logprobs matter.
+    ``marks``: tokens that the answers' text shows as other characters (``ChoiceText``).
     ``grammar``: the checked text of the parameters' ``structured_outputs``."""
 
     request_id: str
@@ -83,9 +84,12 @@ class Ask:
     arrival: float
     priority: int = 0
     salt: bytes = b""
+    tenant: bytes = b""
+    weight: float = 1.0
     drop_output: bool = False
     grammar: str = ""
     timeout: float | None = None  # seconds after arrival
+    marks: Mapping[int, str] | None = None
 
 
 class Generation:
@@ -192,8 +196,8 @@ class Generation:
                 client.info, ask.params, ids, handle=i * n,
                 request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
                 arrival=ask.arrival, max_logprobs=self._state.config.model.max_logprobs,
-                priority=ask.priority, salt=ask.salt, bad_words=bad_words,
-                grammar=ask.grammar,
+                priority=ask.priority, salt=ask.salt, tenant=ask.tenant, weight=ask.weight,
+                bad_words=bad_words, grammar=ask.grammar,
             )
             for i, ids in enumerate(ask.prompts)
         ]  # fmt: skip
@@ -207,7 +211,9 @@ class Generation:
             prompt = Prompt(kept, ask.texts[i] if whole else None, request.handle)
             self.prompts.append(prompt)
             for k in range(n):
-                text = ChoiceText(tokenizer, ask.params, eos_ids=client.info.eos_ids)
+                text = ChoiceText(
+                    tokenizer, ask.params, eos_ids=client.info.eos_ids, marks=ask.marks
+                )
                 choice = Choice(i * n + k, request.handle + k, prompt, text, ask.arrival)
                 self.choices.append(choice)
         return requests

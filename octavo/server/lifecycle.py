@@ -36,6 +36,7 @@ logger = logging.getLogger("octavo")
 
 DEAD_SECONDS = 5.0  # of 503 before a server without an engine ends
 STATS_INTERVAL = 10.0
+KEYS_INTERVAL = 1.0  # at which --api-key-file is looked at
 
 
 class StartLog(Protocol):
@@ -181,6 +182,7 @@ class Server:
         return task
 
     def _load_text(self) -> None:
+        from octavo.server.tools.setup import Parsing
         from octavo.text.chat import load_chat_template
         from octavo.text.tokenizer import load_tokenizer
 
@@ -188,6 +190,7 @@ class Server:
         template = load_chat_template(
             tokenizer, self._server.chat_template, self._server.chat_template_content_format
         )
+        self._state.parsing = Parsing(self._server, tokenizer, template)
         self._state.byte_table = tokenizer.byte_table(tokenizer.vocab_size)
         self._state.tokenizer, self._state.template = tokenizer, template
 
@@ -212,7 +215,7 @@ class Server:
     # ---- run and end ----
 
     async def _serve(self) -> int:
-        stats = asyncio.create_task(self._log_stats())
+        tasks = [asyncio.create_task(self._log_stats()), asyncio.create_task(self._watch_keys())]
         try:
             if not await self._until(self._client.dead.wait()):
                 logger.error("%s; ending in %g s", self._client.problem(), DEAD_SECONDS)
@@ -222,7 +225,13 @@ class Server:
             await self._drain()
             return 0
         finally:
-            stats.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _watch_keys(self) -> None:
+        while True:
+            await asyncio.sleep(KEYS_INTERVAL)
+            self._state.keys.reload()
 
     async def _until(self, event: Awaitable[object]) -> bool:
         """Waits for ``event`` (an awaitable); True if a signal to stop came first."""

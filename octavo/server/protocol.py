@@ -41,6 +41,7 @@ _MEDIA = "only text is served in this version"
 
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Seconds = Annotated[Float, Field(gt=0, le=1e6)]
 Bool = Annotated[bool, Field(strict=True)]
 # Lists of ids may be long: they are checked without Python, and given up at the first fault.
 TokenId = Annotated[int, Field(strict=True)]
@@ -123,7 +124,7 @@ class GenerationRequest(Body):
     length_penalty: Float | None = None
     early_stopping: Bool | None = None
     priority: Int | None = None
-    timeout: Annotated[Float, Field(gt=0, le=1e6)] | None = None
+    timeout: Seconds | None = None
     request_id: str | None = Field(None, max_length=256)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
@@ -195,6 +196,7 @@ class ChatFields(Body):
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    chat_template: str | None = Field(None, max_length=1 << 20)
 
 
 class ChatRequest(GenerationRequest, ChatFields):
@@ -203,6 +205,7 @@ class ChatRequest(GenerationRequest, ChatFields):
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
     tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: Bool | None = None
 
 
 class TokenizeRequest(ChatFields):
@@ -233,6 +236,7 @@ class EmbeddingRequest(ChatFields):
     priority: Int | None = None
     request_id: str | None = Field(None, max_length=256)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    timeout: Seconds | None = None
     user: str | None = None
 
 
@@ -259,18 +263,14 @@ LATER_FIELDS: dict[str, str] = {
     "prediction": "predicted outputs are not in this version",
     "web_search_options": "web search is not in this version",
     "verbosity": "verbosity is not in this version",
-    "include_reasoning": "reasoning parsers are not in this version",
     "thinking_token_budget": "reasoning budgets are not in this version",
     "logits_processors": "logits processors are not in this version",
     "repetition_detection": "repetition detection is not in this version",
     "kv_transfer_params": "KV transfer is not in this version",
     "vllm_xargs": "extra arguments of vLLM plug-ins are not in this version",
-    "chat_template": "a template in a request is not allowed here; the operator sets one with "
-    "--chat-template",
 }
 # Values that ask for nothing, so that a client's spelled-out default is no error.
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
-    "include_reasoning": (True,),
 }

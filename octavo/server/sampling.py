@@ -223,10 +223,10 @@ def _build(values: dict[str, Any]) -> SamplingParams:
 def renamed_for_chat(error: InvalidRequest, body: ChatRequest) -> InvalidRequest:
     """Names the field the client sent, where chat spells it differently."""
     if error.param == "prompt":
-        return InvalidRequest(str(error), "messages")
+        return InvalidRequest(str(error), "messages", error.code)
     if error.param == "max_tokens" and body.max_completion_tokens is not None:
-        return InvalidRequest(str(error).replace("max_tokens", "max_completion_tokens"),
-                              "max_completion_tokens")  # fmt: skip
+        message = str(error).replace("max_tokens", "max_completion_tokens")
+        return InvalidRequest(message, "max_completion_tokens", error.code)
     if error.param == "logprobs":
         return InvalidRequest(f"top_{error}", "top_logprobs")
     return error

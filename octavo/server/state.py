@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -17,12 +18,14 @@ from octavo.engine.client import ProcessClient
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.server.errors import NotFound
 from octavo.server.grammars import GrammarChecker
+from octavo.server.keys import Keys
 from octavo.server.metrics import Metrics
+from octavo.server.tools.setup import Parsing
 from octavo.server.workers import Workers
 from octavo.text import sandbox
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import EngineDead, InvalidRequest
+from octavo.types import TOO_LONG, EngineDead, InvalidRequest
 
 LONG_TEXT = 8 << 10  # characters; longer prompts are tokenized in a thread
 HUGE_TEXT = 1 << 20  # characters; longer ones are refused untokenized when they cannot fit
@@ -32,11 +35,13 @@ T = TypeVar("T")
 
 class ServerState:
     """One per server. ``tokenizer`` and ``template`` are set before the engine is ready; both
-    may stay None (--skip-tokenizer-init; a model without a chat template)."""
+    may stay None (--skip-tokenizer-init; a model without a chat template). Raises ConfigError for
+    an --api-key-file that cannot be used."""
 
     def __init__(self, config: EngineConfig, server: ServerConfig, client: ProcessClient) -> None:
         self.config = config
-        self.server = server
+        self.keys = Keys(server.api_key, server.api_key_file)
+        self.server = replace(server, api_key=["***"] * len(server.api_key))
         self.client = client
         self.model_names = config.model.served_model_name or [config.model.model]
         self.metrics = Metrics(client, self.model_names[0])
@@ -44,6 +49,7 @@ class ServerState:
         self.workers = Workers()
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
+        self.parsing: Parsing | None = None  # with a tokenizer
         settings = config.structured_outputs_config
         self.grammars = GrammarChecker(
             self.vocabulary,
@@ -57,11 +63,8 @@ class ServerState:
         facts = msgspec.json.encode([config.model, config.enforce_eager])
         digest = hashlib.blake2b(facts, digest_size=6).hexdigest()
         self.fingerprint = f"fp_octavo_{__version__}_{digest}"
-        self._salted = self._salts_by_key()
-
-    def _salts_by_key(self) -> bool:
-        scope = self.config.cache.prefix_cache_scope
-        return scope == "key" or (scope == "auto" and len(set(self.server.api_key)) > 1)
+        scope = config.cache.prefix_cache_scope
+        self._salted = scope == "key" or (scope == "auto" and self.keys.several_tenants)
 
     def salt(self, key_name: bytes, client_salt: str | None) -> bytes:
         """Who shares cached blocks: blake2b(key's name, the client's own salt); empty = all."""
@@ -129,6 +132,7 @@ class ServerState:
                 f"{param} holds {num_chars} characters, at least {least} tokens; this model's "
                 f"length is {limit} tokens for prompt and output together",
                 param,
+                TOO_LONG,
             )
 
     async def encode(

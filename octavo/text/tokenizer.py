@@ -96,6 +96,11 @@ class Tokenizer:
     def adds_bos(self) -> bool:
         return self.bos_id is not None and self.bos_id in self.vocabulary.prefix_ids
 
+    def added_id(self, text: str) -> int | None:
+        """The id of an added token (which text is never merged into), or None."""
+        index = self._backend.token_to_id(text)
+        return index if index in self._added else None
+
     @property
     def templates(self) -> dict[str, str]:
         """Chat templates of the checkpoint: name -> Jinja source."""

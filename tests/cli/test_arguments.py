@@ -50,8 +50,7 @@ LATER_FLAGS = """
 --nnodes 2 | -n 2 | --node-rank 1 | -r 1 | --master-addr h | --master-port 29501
 --data-parallel-backend ray | -dpb ray | --quantization-fp8-dynamic
 --speculative-config {} | -sc {} | --spec-method ngram | --spec-model m | --spec-tokens 5
---speculative-model [ngram] | --num-speculative-tokens 5 | --enable-auto-tool-choice
---tool-call-parser hermes | --reasoning-parser qwen3
+--speculative-model [ngram] | --num-speculative-tokens 5
 --api-server-count 2 | --headless | --otlp-traces-endpoint e
 """
 RETIRED = """
@@ -110,7 +109,7 @@ def test_the_tables_of_foreign_flags_are_walked_in_full() -> None:
 @pytest.mark.parametrize(
     "tokens",
     cases(
-        "--scheduling-policy fair | --load-format bitsandbytes | --kv-cache-dtype fp8\n"
+        "--load-format bitsandbytes | --kv-cache-dtype fp8\n"
         "--kv-cache-dtype fp8_e5m2\n"
         "--quantization awq | -q gptq | --quantization fp8 | --quantization compressed-tensors"
     ),

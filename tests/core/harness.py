@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from octavo.core.block_pool import BlockPool, PrefixKeys, root_key
+from octavo.core.fair import waiting_queue
 from octavo.core.plan import SAMPLE, StepPlan, StepResult
-from octavo.core.queue import order_key
 from octavo.core.request import Request
 from octavo.core.scheduler import Limits, Scheduler
 from octavo.types import SamplingParams
@@ -28,7 +28,7 @@ class Harness:
             self.pool,
             eos_ids=[EOS],
             clock=lambda: self.time,
-            key=order_key(policy),
+            queue=waiting_queue(policy),
             cost=self.cost,
             on_event=self.events.append,
         )
@@ -36,7 +36,15 @@ class Harness:
         self.handle = 0
 
     def request(
-        self, prompt, max_tokens=8, salt=b"", priority=0, pooling=None, **params
+        self,
+        prompt,
+        max_tokens=8,
+        salt=b"",
+        priority=0,
+        pooling=None,
+        tenant=b"",
+        weight=1.0,
+        **params,
     ) -> Request:
         self.handle += 1
         return Request(
@@ -48,6 +56,8 @@ class Harness:
             arrival=self.time,
             chain=PrefixKeys(root_key(salt), self.pool.block_size),
             pooling=pooling,
+            tenant=tenant,
+            weight=weight,
         )
 
     def add(self, prompt, max_tokens=8, **options) -> Request:

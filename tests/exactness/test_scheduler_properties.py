@@ -36,7 +36,7 @@ def settings_from(integer) -> Settings:
     """Settings drawn with ``integer(lo, hi)``; chunking off needs a budget for whole prompts."""
     chunked = integer(0, 4) > 0
     max_model_len = 48
-    policy = ("fcfs", "fcfs", "priority")[integer(0, 2)]
+    policy = ("fcfs", "fair", "priority")[integer(0, 2)]
     return Settings(
         num_blocks=integer(4, 24),
         block_size=(1, 2, 3, 4, 8, 16)[integer(0, 5)],

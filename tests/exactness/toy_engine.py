@@ -9,8 +9,8 @@ import numpy as np
 
 from octavo.core import plan as wire
 from octavo.core.block_pool import BlockPool, PrefixKeys, root_key
+from octavo.core.fair import waiting_queue
 from octavo.core.plan import NewRequest, StepPlan, StepResult
-from octavo.core.queue import order_key
 from octavo.core.request import Request, State
 from octavo.core.scheduler import Limits, Scheduler, Update
 from octavo.types import FinishReason, SamplingParams
@@ -83,7 +83,7 @@ class ToyEngine:
             self.pool,
             eos_ids=[toy.EOS],
             clock=self._tick,
-            key=order_key(settings.policy, settings.ageing),
+            queue=waiting_queue(settings.policy, settings.ageing),
             on_event=self.events.append,
         )
         self.worker = toy.ToyWorker(
@@ -145,6 +145,7 @@ class ToyEngine:
                 priority=priority,
                 arrival=self._tick(),
                 chain=PrefixKeys(root_key(salt), self.settings.block_size),
+                tenant=salt,
             )
             expected = toy.answer(
                 prompt,

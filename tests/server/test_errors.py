@@ -131,10 +131,17 @@ def test_length_is_refused_at_the_exact_boundary_with_both_numbers(server):
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert "509" in message and "512" in message
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
     for length in (511, 512, 5120):
         answer = server.post("/v1/completions", prompt="a" * length, max_tokens=1)
         assert answer.status_code == 400
         assert str(length + 1) in answer.json()["error"]["message"]
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+    answer = server.post("/v1/completions", prompt="a", max_tokens=512)  # no prompt is short enough
+    assert answer.json()["error"]["code"] == "invalid_request"
+    long = [{"role": "user", "content": "a" * 600}]
+    answer = server.post("/v1/chat/completions", messages=long)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
     truncated = server.complete("a" * 5120, max_tokens=4, truncate_prompt_tokens=100)
     assert truncated["usage"]["prompt_tokens"] == 100
 
@@ -148,6 +155,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(server):
     ):
         error = server.post(route, **body).json()["error"]
         assert error["param"] == param
+        assert error["code"] == "context_length_exceeded"
         assert "at least 1250000 tokens" in error["message"] and "512" in error["message"]
     assert time.monotonic() - begin < 2
 

@@ -146,7 +146,8 @@ def test_client_that_leaves_is_aborted_streamed_or_not():
 
 def test_many_leaving_clients_cost_nothing():
     """T38, on the mock: 100 dropped while queued or running, then one is served at once."""
-    with mock_server.start(engine=SLOW, scheduler={"max_num_queued_reqs": 200}) as server:
+    limits = {"max_num_queued_reqs": 200, "max_queue_wait": 1000.0}
+    with mock_server.start(engine=SLOW, scheduler=limits) as server:
         host, port = server.url.removeprefix("http://").split(":")
         body = json.dumps(ENDLESS).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

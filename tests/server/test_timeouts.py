@@ -75,6 +75,14 @@ def test_one_whose_template_takes_longer_is_refused_in_time(slow):
     assert slow.metric("octavo_requests_timed_out_total") == before + 1
 
 
+def test_a_beam_search_ends_in_time(slow):
+    body = {"prompt": "endless", "max_tokens": 400, "use_beam_search": True, "n": 1}
+    answer, seconds = timed(slow, **body, timeout=0.4)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
+    assert seconds < 2
+    slow.wait_idle(0.5)
+
+
 def test_one_that_is_done_in_time_is_not_touched(slow):
     answer, _ = timed(slow, prompt="say:abc", timeout=30)
     assert answer.json()["choices"][0]["text"] == "abc"
