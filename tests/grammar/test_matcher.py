@@ -85,8 +85,9 @@ def test_white_space_is_bounded_by_default_and_as_asked() -> None:
         ({"whitespace_pattern": " {1,3}"}, "( {1,3})?"),
     ):
         params = StructuredOutputsParams(json=schema, **options)
-        for _ in range(20):
-            out = walk(walks.matcher(params), rng)
+        inline = StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}", **options)
+        for index in range(40):
+            out = walk(walks.matcher(inline if index % 2 else params), rng)
             shape = rf"\[{pattern}(-?\d+{pattern}(,{pattern}-?\d+{pattern})*)?\]"
             assert out is None or re.fullmatch(shape, out.decode()), out
 
