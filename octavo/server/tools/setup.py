@@ -131,6 +131,11 @@ class Parsing:
                 self.reasoning = REASONING[server.reasoning_parser]
         self._marks: dict[str, Marks] = {}
 
+    @property
+    def example(self) -> str:
+        """A call as the server reads it where nothing else is said."""
+        return (self.format or Json).EXAMPLE
+
     def marks(self, kind: type[Format]) -> Marks:
         if kind.name not in self._marks:
             self._marks[kind.name] = self._resolved(kind)
