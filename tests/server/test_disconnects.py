@@ -82,7 +82,9 @@ def test_clients_that_leave_while_their_request_is(phase):
 def test_clients_that_leave_at_any_moment_leave_nothing_behind():
     """Before the end of the body, in the first step, after the first event."""
     engine = {"step_seconds": 0.05, "max_num_seqs": 40}
-    with mock_server.start(engine, scheduler={"max_num_queued_reqs": 1000, "max_queue_wait": 1000.0}) as server:
+    with mock_server.start(
+        engine, scheduler={"max_num_queued_reqs": 1000, "max_queue_wait": 1000.0}
+    ) as server:
         whole = request(TEXT, ENDLESS)
         streamed = request(TEXT, {**ENDLESS, "stream": True})
         for i in range(100):
