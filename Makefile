@@ -11,10 +11,12 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PORT ?= 8000
 VENV ?= .venv
 PYTEST_FLAGS ?=
+# Other people's clients, which the conformance tests run, apart from octavo's own packages.
+CLIENTS ?= .venv-conformance
 
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo stop install install-test test lint types format hooks bench bench-gpu soak fuzz bench-guide clean distclean
+.PHONY: help demo stop install install-test test conformance lint types format hooks bench bench-gpu soak fuzz bench-guide clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,7 +50,19 @@ $(BIN)/.octavo-test: $(BIN)/.octavo
 
 test: install-test  ## run the tests (all but those that need a GPU)
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -m "not gpu and not conformance" $(PYTEST_FLAGS)
+
+$(CLIENTS)/.installed: pyproject.toml | $(BIN)/python
+	@echo "==> clients for the conformance tests ($(CLIENTS))"
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(BIN)/python scripts/extra.py conformance > $(CLIENTS)/requirements.txt
+	@$(CLIENTS)/bin/python -m pip install -q -r $(CLIENTS)/requirements.txt
+	@touch $@
+
+conformance: install-test $(CLIENTS)/.installed  ## other people's clients against a running server
+	@echo "==> conformance"
+	@OCTAVO_TEST_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -m conformance \
+		--confcutdir=tests/conformance tests/conformance $(PYTEST_FLAGS)
 
 lint: install-test  ## ruff: rules and format
 	@echo "==> lint"
@@ -88,4 +102,4 @@ clean:  ## remove build outputs and caches
 	@find octavo tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## remove .venv, the demo's state and the test models too
-	@rm -rf $(VENV) .demo tests/.fixtures
+	@rm -rf $(VENV) $(CLIENTS) .demo tests/.fixtures

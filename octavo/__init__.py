@@ -11,6 +11,7 @@ _HOMES = {
     "LLM": "octavo.llm",
     "AsyncLLM": "octavo.llm",
     "SamplingParams": "octavo.types",
+    "StructuredOutputsParams": "octavo.types",
     "BeamSearchParams": "octavo.types",
     "BeamSearchOutput": "octavo.types",
     "BeamSearchSequence": "octavo.types",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         QueueFull,
         RequestOutput,
         SamplingParams,
+        StructuredOutputsParams,
     )
 
 

@@ -25,7 +25,8 @@ def flag(default: Any, help: str, *names: str, group: str, **extra: Any) -> Any:
     ``names`` are further spellings (``-tp``). ``extra`` may hold ``choices``, ``kind`` ("bool",
     "int" with 32k / 32K spelling, "bytes", "float", "list", "json", "str"; derived from the type
     when absent), ``metavar``, ``top`` (shown by plain ``--help``), ``minimum`` and ``maximum``
-    (inclusive; checked by ``from_flags``) and ``later`` (values that a later version brings).
+    (inclusive; checked by ``from_flags``), ``later`` (values that a later version brings) and
+    ``check`` (a function that raises ConfigError for a value it does not like).
     """
     metadata = {"help": help, "names": names, "group": group, **extra}
     if isinstance(default, (list, dict)):
@@ -244,6 +245,24 @@ class ParallelConfig:
     )
 
 
+def check_structured_outputs(settings: dict[str, Any]) -> None:
+    """Raises ConfigError for a setting of --structured-outputs-config that is not there."""
+    spelling = "--structured-outputs-config"
+    for name, value in settings.items():
+        if name == "backend":
+            if value not in ("auto", "guidance"):
+                raise ConfigError(
+                    f"{spelling} backend {value!r}: the only one here is guidance (or auto)"
+                )
+        elif name == "disable_any_whitespace":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{spelling} {name} {value!r}: must be true or false")
+        elif not (name == "disable_fallback" and isinstance(value, bool)):
+            raise ConfigError(
+                f"{spelling} has no setting {name!r}; it has backend and disable_any_whitespace"
+            )
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """All an engine needs to run; the server's own flags are in ``ServerConfig``."""
@@ -253,6 +272,13 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     enforce_eager: bool = flag(False, "no CUDA graphs", group="model")
+    structured_outputs_config: dict[str, Any] = flag(
+        {},
+        'JSON: "backend" (auto or guidance, which are the same), "disable_any_whitespace" (true: '
+        "none between the tokens of constrained JSON)",
+        group="model",
+        kind="json",
+    )
     nvtx: bool = flag(False, "an NVTX range for every step, for Nsight Systems", group="model")
 
 
@@ -320,6 +346,9 @@ class ServerConfig:
         "how the model marks its reasoning, which is then set apart from its answers",
         group="server",
         choices=REASONING_PARSERS,
+    )
+    trust_request_chat_template: bool = flag(
+        False, "let a request bring its own chat template", group="server"
     )
     allow_special_tokens_in_content: bool = flag(
         False, "let message text contain control tokens", group="server"
@@ -511,6 +540,8 @@ def _check_value(f: Any, value: Any) -> None:
     choices = f.metadata.get("choices")
     if choices and value is not None and value not in choices:
         raise ConfigError(f"{spelling} {value}: choose from {', '.join(map(str, choices))}")
+    if "check" in f.metadata:
+        f.metadata["check"](value)
     if value is None or isinstance(value, (str, list, dict)):
         return
     low, high = f.metadata.get("minimum"), f.metadata.get("maximum")
@@ -539,7 +570,6 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--spec-tokens": "speculative decoding",
     "--speculative-model": "speculative decoding",
     "--num-speculative-tokens": "speculative decoding",
-    "--structured-outputs-config": "structured output",
     "--api-server-count": "several API processes",
     "--otlp-traces-endpoint": "tracing",
 }

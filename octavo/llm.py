@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -20,6 +19,9 @@ from octavo.config import EngineConfig, from_flags
 from octavo.engine.admission import prepare, prepare_embedding
 from octavo.engine.beams import Beam, BeamSearch
 from octavo.engine.messages import EngineInfo, EngineStats, Outputs, unpack_ids
+from octavo.grammar.compile import grammar_text
+from octavo.grammar.vocabulary import Vocabulary
+from octavo.progress import AnswerProgress, InterruptBetweenSteps
 from octavo.text.chat import ChatTemplate, check_template_variables, load_chat_template
 from octavo.text.output import ChoiceText, stop_string_in
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
@@ -33,6 +35,7 @@ from octavo.types import (
     RequestOutput,
     SamplingParams,
     StepProfile,
+    StructuredOutputsParams,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class _Frontend:
         while self.executor.idle():  # offline there is no idle moment before the work
             pass
         self._next_handle = 0
+        self._checked_grammar = ""  # the last one: prompts of one call mostly share it
 
     @property
     def info(self) -> EngineInfo:
@@ -103,12 +107,35 @@ class _Frontend:
             arrival=time.monotonic(),
             max_logprobs=self.config.model.max_logprobs,
             bad_words=self._bad_words(params),
+            grammar=self._grammar(params.structured_outputs),
         )
         self._next_handle += params.n
         return Answer(request, text, ids, self.tokenizer, self.info.eos_ids)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         return self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
+
+    def _grammar(self, structured: StructuredOutputsParams | None) -> str:
+        """The checked text of what the output must match; "" for anything."""
+        if structured is None:
+            return ""
+        grammars = self.engine.grammars
+        if not grammars.has_vocabulary:
+            tokenizer, size = self.get_tokenizer(), self.info.vocab_size
+            special = sorted(index for index in tokenizer.special_ids if index < size)
+            grammars.set_vocabulary(
+                Vocabulary(tokenizer.byte_table(size), special, self.info.eos_ids)
+            )
+        settings = self.config.structured_outputs_config
+        text = grammar_text(
+            structured,
+            self.get_tokenizer().special_texts,
+            bool(settings.get("disable_any_whitespace", False)),
+        )
+        if text != self._checked_grammar:
+            grammars.check(text)
+            self._checked_grammar = text
+        return text
 
     def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
@@ -208,7 +235,7 @@ class LLM(_Frontend):
         """
         searches = [self._search(prompt, params) for prompt in _listed(prompts)]
         limit = concurrency_limit or max(1, len(searches))
-        with _Progress(len(searches), use_tqdm) as progress:
+        with AnswerProgress(len(searches), use_tqdm) as progress:
             for begin in range(0, len(searches), limit):
                 live = searches[begin : begin + limit]
                 while live:
@@ -292,6 +319,7 @@ class LLM(_Frontend):
         """Ends the worker thread; the model's memory goes with this object."""
         self._usable = False
         self.executor.shutdown()
+        self.engine.grammars.close()
 
     def _params_for(
         self,
@@ -318,7 +346,10 @@ class LLM(_Frontend):
         together = STEPS_TOGETHER if all(a.is_read_at_its_end for a in answers) else 1
         waiting: list[Outputs] = []
         total = sum(answer.request.params.n for answer in answers)
-        with _InterruptBetweenSteps() as interrupt, _Progress(total, show_progress) as progress:
+        with (
+            InterruptBetweenSteps() as interrupt,
+            AnswerProgress(total, show_progress) as progress,
+        ):
             try:
                 for answer in answers:
                     assembler.add(answer)
@@ -446,73 +477,6 @@ class AsyncLLM(_Frontend):
             self._waiters.pop(handle, None)
             return False
         return True
-
-
-class _InterruptBetweenSteps:
-    """Ctrl-C raises KeyboardInterrupt at ``check``, so that no step is left half done; a second one
-    raises it wherever it comes. A handler that the program has set stays in place."""
-
-    def __init__(self) -> None:
-        self._pending = False
-        self._installed = False
-
-    def __enter__(self) -> _InterruptBetweenSteps:
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
-            self._installed = True
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if kind is None:
-            self.check()
-
-    def check(self) -> None:
-        if self._pending:
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: object) -> None:
-        if self._pending:
-            raise KeyboardInterrupt
-        self._pending = True
-
-
-class _Progress:
-    """A progress bar over finished answers, with tokens per second; silent when not wanted."""
-
-    def __init__(self, total: int, show: bool) -> None:
-        self._bar: Any = None
-        if show:
-            from rich.progress import Progress, TextColumn
-
-            columns = (*Progress.get_default_columns(), TextColumn("{task.fields[speed]}"))
-            self._bar = Progress(*columns)
-            self._task = self._bar.add_task("answers", total=total, speed="")
-        self._tokens = 0
-        self._began = time.monotonic()
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def add(self, num_finished: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, advance=num_finished)
-
-    def update(self, outputs: Outputs) -> None:
-        self._tokens += len(outputs.tokens) // 4
-        if self._bar is not None:
-            speed = ""
-            if self._tokens:
-                speed = f"{self._tokens / max(1e-3, time.monotonic() - self._began):.0f} tok/s"
-            self._bar.update(self._task, advance=len(outputs.finished), speed=speed)
 
 
 _PROMPTS = "a text, a list of token ids, or a dict with prompt or prompt_token_ids"

@@ -12,6 +12,10 @@ from typing import Any, Protocol
 # Of ``stop`` and of ``bad_words``: each string costs a step of every token's processing.
 MOST_STRINGS = 1024
 MOST_CHARACTERS = 65536
+# ``InvalidRequest.code`` of prompts that do not fit: clients shorten theirs when they see it or the
+# words "this model's maximum context length is".
+TOO_LONG = "context_length_exceeded"
+MOST_SHOWN = 200  # characters of a refused value in a message
 MOST_LENGTH_PENALTY = 10.0  # beyond it the powers of lengths leave the range of floats
 
 
@@ -24,11 +28,15 @@ class ConfigError(OctavoError):
 
 
 class InvalidRequest(OctavoError):
-    """A request that cannot be served. ``param`` names the field at fault (HTTP 400)."""
+    """A request that cannot be served (HTTP 400). ``param`` names the field at fault; ``code``
+    tells programs what kind of fault it is."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, code: str = "invalid_request"
+    ) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class QueueFull(OctavoError):
@@ -73,6 +81,76 @@ class Pooling(str, Enum):
 
 
 @dataclass(slots=True)
+class StructuredOutputsParams:
+    """What the output must match; names as in vLLM (docs/structured-output.md).
+
+    Exactly one constraint: ``json`` (a JSON schema, as an object or its text), ``regex``,
+    ``choice`` (one of these strings), ``grammar`` (Lark), ``json_object`` (any JSON object) or
+    ``structural_tag`` (free text with constrained parts). White space between the tokens of JSON
+    is bounded; ``disable_any_whitespace`` allows none, ``whitespace_pattern`` is a regex for what
+    may stand at each place. ``after``: the constraint begins behind the first occurrence of this
+    text in the output, and until then the output is free, but may not end.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    @property
+    def kind(self) -> str:
+        """The name of the constraint that is set."""
+        return self._set()[0]
+
+    def validate(self) -> None:
+        """Raises InvalidRequest naming the field of another type, or for none or several
+        constraints."""
+        for name, types, wanted in _CONSTRAINTS:
+            value = getattr(self, name)
+            ok = value is None or isinstance(value, types)
+            _check(ok, f"structured_outputs.{name}", value, wanted)
+        found = self._set()
+        if len(found) != 1:
+            names = ", ".join(name for name, _, _ in _CONSTRAINTS)
+            raise InvalidRequest(
+                f"structured_outputs sets {' and '.join(found) or 'no constraint'}; it must set "
+                f"exactly one of {names}",
+                "structured_outputs",
+            )
+        if self.choice is not None:
+            texts = bool(self.choice) and all(isinstance(t, str) and t for t in self.choice)
+            _check(texts, "structured_outputs.choice", self.choice, "a list of non-empty strings")
+        if self.after is not None:
+            fit = isinstance(self.after, str) and self.after != ""
+            _check(fit, "structured_outputs.after", self.after, "a non-empty string")
+        if self.whitespace_pattern is not None:
+            pattern, name = self.whitespace_pattern, "structured_outputs.whitespace_pattern"
+            _check(isinstance(pattern, str), name, pattern, "a regex")
+
+    def _set(self) -> list[str]:
+        values = ((name, getattr(self, name)) for name, _, _ in _CONSTRAINTS)
+        return [name for name, value in values if value is not None and value is not False]
+
+
+_CONSTRAINTS: tuple[tuple[str, Any, str], ...] = (
+    ("json", (str, dict), "a JSON schema: an object, or its text"),
+    ("regex", str, "a string"),
+    ("choice", list, "a list of non-empty strings"),
+    ("grammar", str, "a Lark grammar, as a string"),
+    ("json_object", bool, "true or false"),
+    ("structural_tag", (str, dict), "an object, or its text"),
+)
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How to draw tokens; names, defaults and order of application as in vLLM (docs/sampling.md).
 
@@ -105,6 +183,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -174,6 +253,11 @@ class SamplingParams:
             _range(f"logit_bias[{token}]", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids is empty", "allowed_token_ids")
+        if self.structured_outputs is not None:
+            given = self.structured_outputs
+            kind = isinstance(given, StructuredOutputsParams)
+            _check(kind, "structured_outputs", given, "a StructuredOutputsParams")
+            given.validate()
 
 
 @dataclass(slots=True)
@@ -245,7 +329,9 @@ def _is_finite(value: object) -> bool:
 
 def _check(condition: bool, name: str, value: object, wanted: str) -> None:
     if not condition:
-        raise InvalidRequest(f"{name} is {value!r}; it must be {wanted}", name.partition("[")[0])
+        shown = repr(value)
+        shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]} …"
+        raise InvalidRequest(f"{name} is {shown}; it must be {wanted}", name.partition("[")[0])
 
 
 def _check_strings(name: str, strings: list[str]) -> None:

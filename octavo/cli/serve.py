@@ -28,7 +28,10 @@ def run(arguments: Arguments) -> int:
     """Returns when the server has drained; ConfigError before that for what cannot be served."""
     engine_config = arguments.build(EngineConfig)
     server_config = arguments.build(ServerConfig)
+    from octavo.server.tools.setup import check_flags
+
     reject_unsupported(engine_config)
+    check_flags(server_config, engine_config.model.skip_tokenizer_init)
     if any(not key or key != key.strip() for key in server_config.api_key):
         raise ConfigError(
             "--api-key: a key is empty or has spaces around it, so no client could send it (is a "

@@ -39,6 +39,8 @@ class NewRequest:
     min_stop_ids: list[int] = field(default_factory=list)  # banned until min_tokens are out
     bad_words: list[list[int]] = field(default_factory=list)  # token id sequences never completed
     pooling: Pooling | None = None  # no token is drawn: the prompt's vector is wanted
+    grammar: str = ""  # what the output must match; "": anything
+    grammar_after: str = ""  # the grammar begins behind this text
 
 
 @dataclass(slots=True)
@@ -94,6 +96,8 @@ class StepResult:
     # tokens the log-probability of the token that follows it (none after the prompt's last)
     pooled: dict[int, Float32] = field(default_factory=dict)  # row -> vector [hidden], of the rows
     # with POOL that hold their prompt's last token
+    grammar_ends: dict[int, str] = field(default_factory=dict)  # row -> "" where the output is
+    # complete: nothing may follow; else why it cannot go on (then the row accepted no token)
 
 
 T = TypeVar("T", StepPlan, StepResult)
@@ -147,5 +151,7 @@ def decode(data: bytes, kind: type[T]) -> T:
             int(row): Logprobs(*map(array, entry))
             for row, entry in values["prompt_logprobs"].items()
         }
+        told = values["grammar_ends"].items()
+        values["grammar_ends"] = {int(row): message for row, message in told}
         values["pooled"] = {int(row): array(entry) for row, entry in values["pooled"].items()}
     return kind(**values)

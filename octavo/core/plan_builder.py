@@ -62,6 +62,8 @@ class PlanBuilder:
             min_stop_ids,
             request.bad_words,
             request.pooling,
+            request.grammar,
+            request.grammar_after,
         )
         row, num_blocks = np.array([self.num_rows]), int32([len(request.blocks)])
         self.add_blocks(row, NO_ROWS, num_blocks, request.blocks)

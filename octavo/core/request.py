@@ -13,6 +13,7 @@ from octavo.types import FinishReason, Pooling, RequestTimings, SamplingParams
 
 
 class State(Enum):
+    PREPARING = "preparing"  # its grammar is being compiled; the scheduler does not have it yet
     WAITING = "waiting"  # new, or preempted
     RUNNING = "running"  # has a slot
     FINISHED = "finished"
@@ -33,6 +34,8 @@ class Request:
         "blocks",
         "chain",
         "finish_reason",
+        "grammar",
+        "grammar_after",
         "handle",
         "in_flight",
         "max_len",
@@ -75,6 +78,8 @@ class Request:
         pooling: Pooling | None = None,
         tenant: bytes = b"",
         weight: float = 1.0,
+        grammar: str = "",
+        grammar_after: str = "",
     ) -> None:
         self.handle = handle
         self.request_id = request_id or str(handle)
@@ -88,6 +93,8 @@ class Request:
         self.max_len = self.prompt_len + max_tokens
         self.bad_words = bad_words or []
         self.pooling = pooling
+        self.grammar = grammar
+        self.grammar_after = grammar_after
         self.stop_ids = frozenset(params.stop_token_ids)
         self.chain = chain
         self.blocks: list[int] = []

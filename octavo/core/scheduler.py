@@ -136,6 +136,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest if it could never run (``check_fits``)."""
         self.check_fits(request.prompt_len, request.max_len - request.prompt_len)
+        request.state = State.WAITING
         request.sequence = self._sequence
         self._sequence += 1
         nothing = request.params.prompt_logprobs is None or request.prompt_len == 1
@@ -152,7 +153,7 @@ class Scheduler:
             return False
         if request.state is State.RUNNING:
             self._vacate(request.slot)
-        else:
+        elif request.state is State.WAITING:
             self.waiting.remove(request)
         if request.timings.first_token >= 0:
             request.timings.last_token = self._clock()  # a stop string ends a request in this way
@@ -413,7 +414,9 @@ class Scheduler:
         # One that was preempted computes its vector anew.
         pooled = {row: int(running.handles[plan.slots[row]]) for row in result.pooled if live[row]}
         self._advance(slots if len(slots) == plan.num_rows else issued.slots[live])
-        finished = self._finish_rows(slots, tokens, known)
+        complete = [int(plan.slots[row]) for row in result.grammar_ends if live[row]]
+        undrawn = self._finish_undrawn(result, plan, live) if complete else []
+        finished = undrawn + self._finish_rows(slots, tokens, known, complete)
         finished += self._finish_silent(plan, live)
         orphans = self._adopt_orphans(result, issued, finished)
         if orphans:
@@ -446,9 +449,15 @@ class Scheduler:
         self.pool.forget_all()
         return list(ended.values())
 
-    def _finish_rows(self, slots: Index, tokens: Int32, known: Int32) -> list[Request]:
+    def _finish_rows(
+        self, slots: Index, tokens: Int32, known: Int32, complete: list[int]
+    ) -> list[Request]:
+        """``complete``: slots whose grammar lets nothing follow; that ends them whatever min_tokens
+        and ignore_eos say."""
         running = self.running
         done: Bools = known >= running.limit[slots]
+        if complete:
+            done |= np.isin(slots, complete)
         for eos in self.eos_ids:
             ends = tokens == eos
             if np.count_nonzero(ends):
@@ -459,10 +468,24 @@ class Scheduler:
         for row in done.nonzero()[0].tolist():
             slot = int(slots[row])
             ending = running.at(slot).ending(int(tokens[row]), int(known[row]), self.eos_ids)
+            if slot in complete:
+                ending = _complete(ending)
             if ending:
                 request = self._vacate(slot)
                 request.timings.last_token = self._clock()
                 self._finish(request, *ending)
+                finished.append(request)
+        return finished
+
+    def _finish_undrawn(self, result: StepResult, plan: StepPlan, live: Bools) -> list[Request]:
+        """Requests whose grammar ended them in place of a token."""
+        finished = []
+        for row, message in result.grammar_ends.items():
+            if live[row] and not result.num_accepted[row]:
+                request = self._vacate(int(plan.slots[row]))
+                request.message = message
+                request.timings.last_token = self._clock()
+                self._finish(request, FinishReason.ERROR if message else FinishReason.STOP)
                 finished.append(request)
         return finished
 
@@ -486,7 +509,17 @@ class Scheduler:
         adopted = {}
         for row, request in issued.orphans.items():
             request.in_flight -= 1
-            if request.state is State.FINISHED or not result.num_accepted[row]:
+            grammar_end = result.grammar_ends.get(row)
+            if request.state is State.FINISHED:
+                continue
+            if not result.num_accepted[row]:
+                if grammar_end is not None:
+                    self.waiting.remove(request)
+                    request.message = grammar_end
+                    request.timings.last_token = self._clock()
+                    reason = FinishReason.ERROR if grammar_end else FinishReason.STOP
+                    self._finish(request, reason)
+                    finished.append(request)
                 continue
             token = int(result.tokens[row, 0])
             request.append(token)
@@ -495,6 +528,8 @@ class Scheduler:
             if request.timings.first_token < 0:
                 request.timings.first_token = now
             ending = request.ending(token, len(request.tokens), self.eos_ids)
+            if grammar_end is not None:
+                ending = _complete(ending)
             if ending:
                 self.waiting.remove(request)
                 request.timings.last_token = now
@@ -543,3 +578,10 @@ class Scheduler:
             assert request.state is State.WAITING and not request.blocks
         self.pool.check([running.at(slot).blocks for slot in slots])
         self.prefix.check(set(map(running.at, slots)))
+
+
+def _complete(
+    ending: tuple[FinishReason, int | None] | None,
+) -> tuple[FinishReason, int | None]:
+    """How a request ends whose grammar lets nothing follow its last token."""
+    return ending if ending and ending[0] is FinishReason.STOP else (FinishReason.STOP, None)

@@ -15,7 +15,7 @@ import numpy as np
 from octavo.config import SchedulerConfig
 from octavo.core.request import worst_case_blocks
 from octavo.engine.messages import AddRequest, EngineInfo, pack_ids
-from octavo.types import InvalidRequest, Pooling, QueueFull, SamplingParams
+from octavo.types import TOO_LONG, InvalidRequest, Pooling, QueueFull, SamplingParams
 
 # float32 logits divided or multiplied by more than this could overflow on the device.
 REPETITION_PENALTY_RANGE = (1e-3, 1e3)
@@ -37,9 +37,11 @@ def prepare(
     tenant: bytes = b"",
     weight: float = 1.0,
     bad_words: list[list[int]] | None = None,
+    grammar: str = "",
 ) -> AddRequest:
     """A request that fits ``info``'s engine, with ``max_tokens`` resolved and the prompt truncated
-    if the client asked for it. ``bad_words``: token id sequences made from ``params.bad_words``.
+    if the client asked for it. ``bad_words``: token id sequences made from ``params.bad_words``;
+    ``grammar``: the text made from ``params.structured_outputs``.
 
     Raises InvalidRequest, naming the field, when it can never run.
     """
@@ -54,6 +56,9 @@ def prepare(
             "prompt",
         )
     max_tokens = _resolved_max_tokens(info, params, len(ids))
+    structured = params.structured_outputs
+    if structured is not None and not grammar:
+        raise ValueError("structured_outputs were not compiled to a grammar")
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens can be generated",
@@ -67,6 +72,7 @@ def prepare(
             max_tokens=max_tokens,
             top_k=min(params.top_k, info.vocab_size),
             truncate_prompt_tokens=None,
+            structured_outputs=None,
         ),
         max_tokens=max_tokens,
         arrival=arrival,
@@ -75,6 +81,8 @@ def prepare(
         tenant=tenant,
         weight=weight,
         bad_words=[_bad_word(info, word) for word in bad_words or []],
+        grammar=grammar,
+        grammar_after=(structured.after or "") if grammar and structured else "",
     )
 
 
@@ -106,11 +114,14 @@ def prepare_embedding(
     places = info.num_blocks * info.block_size
     limit = min(info.max_model_len, places)
     if len(ids) > limit:
-        what = "this model's length" if limit == info.max_model_len else "the whole KV cache"
+        what = "the whole KV cache"
+        if limit == info.max_model_len:
+            what = "this model's maximum context length"
         raise InvalidRequest(
             f"the prompt has {len(ids)} tokens, {what} is {limit} tokens: shorten the prompt, or "
             "set truncate_prompt_tokens",
             "prompt",
+            TOO_LONG,
         )
     return AddRequest(
         handle=handle,
@@ -231,9 +242,11 @@ def _resolved_max_tokens(info: EngineInfo, params: SamplingParams, prompt_len: i
     limit = info.max_model_len
     if prompt_len >= limit:
         raise InvalidRequest(
-            f"the prompt has {prompt_len} tokens, this model's length is {limit} tokens for prompt "
-            "and output together: shorten the prompt, or set truncate_prompt_tokens",
+            f"the prompt has {prompt_len} tokens, this model's maximum context length is {limit} "
+            "tokens for prompt and output together: shorten the prompt, or set "
+            "truncate_prompt_tokens",
             "prompt",
+            TOO_LONG,
         )
     shared = prompt_len // info.block_size
     places = (info.num_blocks - shared) // params.n * info.block_size
@@ -247,9 +260,10 @@ def _resolved_max_tokens(info: EngineInfo, params: SamplingParams, prompt_len: i
     if prompt_len + max_tokens > limit:
         raise InvalidRequest(
             f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}: together "
-            f"{prompt_len + max_tokens}, above this model's length of {limit} tokens; lower "
-            f"max_tokens to {limit - prompt_len} or shorten the prompt",
+            f"{prompt_len + max_tokens}; this model's maximum context length is {limit} tokens: "
+            f"lower max_tokens to {limit - prompt_len} or shorten the prompt",
             "max_tokens",
+            TOO_LONG if max_tokens < limit else "invalid_request",  # no prompt is short enough
         )
     if max_tokens < 1 or max_tokens > in_pool:
         needed = worst_case_blocks(prompt_len, max(1, max_tokens), params.n, info.block_size)

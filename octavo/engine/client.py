@@ -39,11 +39,13 @@ from octavo.engine.messages import (
     Progress,
     Ready,
     ResetPrefixCache,
+    SetVocabulary,
     ToEngine,
     encoder,
     from_engine_decoder,
 )
 from octavo.engine.streams import RequestStream
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import ConfigError, EngineDead, FinishReason
 
 logger = logging.getLogger("octavo")
@@ -295,6 +297,12 @@ class ProcessClient:
             return await self._calls[call]
         finally:
             del self._calls[call]
+
+    def send_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Before the first request with a grammar."""
+        if not self._death:
+            with contextlib.suppress(EngineDead):
+                self._send(SetVocabulary(vocabulary))
 
     def drain(self) -> None:
         """Nothing new is taken from now on; the process ends after its last output."""

@@ -21,7 +21,7 @@ from octavo.core.block_pool import BlockPool, PrefixKeys, root_key
 from octavo.core.events import Event, EventKind
 from octavo.core.fair import waiting_queue
 from octavo.core.plan import Logprobs, StepPlan, StepResult
-from octavo.core.request import Request
+from octavo.core.request import Request, State
 from octavo.core.scheduler import Limits, Scheduler, Update
 from octavo.engine.cost import StepCosts
 from octavo.engine.messages import (
@@ -37,6 +37,7 @@ from octavo.engine.messages import (
     TokenLogprobRow,
     unpack_ids,
 )
+from octavo.grammar.grammars import Grammars
 from octavo.types import (
     FinishReason,
     InvalidRequest,
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 # Plans that may be in flight at once: one runs, the next is ready.
 PLANS_IN_FLIGHT = 2
+# How long a step that has nothing else to do waits for a grammar to be compiled.
+PREPARING_SECONDS = 0.005
 # Steps between two measurements of what the filled part of the used blocks is.
 FRAGMENTATION_STEPS = 8
 
@@ -89,8 +92,11 @@ class Engine:
         info: EngineInfo,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
         self.info = info
+        self.grammars = grammars or Grammars()
+        self._preparing: list[Request] = []  # in order of arrival
         self.costs = StepCosts()
         self.step_started: float | None = None  # when the plan that runs now was first to run
         self._executor = executor
@@ -135,7 +141,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._has_news
+        return bool(self._scheduler.has_work or self._preparing or self._has_news)
 
     @property
     def _has_news(self) -> bool:
@@ -165,8 +171,12 @@ class Engine:
             ]
         else:
             for request in choices:
-                self._scheduler.add(request)
                 self._requests[request.handle] = request
+                if request.grammar:
+                    request.state = State.PREPARING
+                    self._preparing.append(request)
+                else:
+                    self._scheduler.add(request)
 
     def _choices(self, message: AddRequest) -> list[Request]:
         prompt, n = unpack_ids(message.prompt_ids), message.params.n
@@ -174,7 +184,7 @@ class Engine:
         root = self._root(message.salt)
         # The prompt's log-probabilities are told once, by choice 0: the others share its blocks.
         others = message.params.settled(prompt_logprobs=None) if n > 1 else message.params
-        return [
+        choices = [
             Request(
                 message.handle + choice,
                 prompt,
@@ -189,15 +199,39 @@ class Engine:
                 pooling=message.pooling,
                 tenant=message.tenant,
                 weight=message.weight,
+                grammar=message.grammar,
+                grammar_after=message.grammar_after,
             )
             for choice in range(n)
         ]
+        for request in choices:
+            if request.grammar:
+                self.grammars.prepare(request.grammar)
+        return choices
+
+    def _add_prepared(self) -> None:
+        """Hands requests to the scheduler whose grammars are compiled. None waits for another's."""
+        waiting = []
+        for request in self._preparing:
+            if not self.grammars.ready(request.grammar):
+                waiting.append(request)
+            elif problem := self.grammars.problem(request.grammar):
+                self._rejected.append(Rejected(request.handle, problem, "structured_outputs"))
+                del self._requests[request.handle]
+                self.grammars.release(request.grammar)
+            else:
+                self._scheduler.add(request)
+        self._preparing = waiting
 
     def abort(self, handles: list[int]) -> None:
         """Ends these now; unknown and ended ones are passed over. Finished(ABORT) follows."""
         for handle in handles:
             request = self._requests.get(handle)
-            if request is not None and self._scheduler.abort(request):
+            if request is None:
+                continue
+            if request.state is State.PREPARING:
+                self._preparing.remove(request)
+            if self._scheduler.abort(request):
                 self._ended.append(request)
 
     def reset_prefix_cache(self) -> bool:
@@ -220,8 +254,13 @@ class Engine:
         """Issues what can run, then waits for the oldest plan's result. None if there was neither a
         result nor anything to tell."""
         began = time.perf_counter()
+        if self._preparing:
+            self._add_prepared()
         self._issue()
         self._schedule_seconds = time.perf_counter() - began
+        if self._preparing and not (self._scheduler.num_in_flight or self._has_news):
+            self.grammars.prepared.wait(PREPARING_SECONDS)
+            self.grammars.prepared.clear()
         if not self._scheduler.num_in_flight:
             return self._outputs(None, None) if self._has_news else None
         try:
@@ -301,6 +340,8 @@ class Engine:
 
     def _finished(self, request: Request) -> Finished:
         del self._requests[request.handle]
+        if request.grammar:
+            self.grammars.release(request.grammar)
         assert request.finish_reason is not None
         return Finished(
             request.handle,
@@ -347,7 +388,7 @@ class Engine:
         return EngineStats(
             time=self._clock(),
             num_running=len(running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._preparing),
             blocks_used=pool.num_held,
             blocks_cached=pool.num_cached,
             blocks_free=pool.num_free - pool.num_cached,

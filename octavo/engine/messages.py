@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.plan import Int32
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import FinishReason, Pooling, RequestTimings, SamplingParams
 
 
@@ -50,6 +51,14 @@ class AddRequest(Message, tag=True):
     tenant: bytes = b""  # name of the API key: whose share it is served from
     weight: float = 1.0  # of the tenant's share
     pooling: Pooling | None = None  # the prompt's vector is wanted; max_tokens is 0
+    grammar: str = ""  # what the output must match (grammar.compile), checked; "": anything
+    grammar_after: str = ""  # the grammar begins behind this text
+
+
+class SetVocabulary(Message, tag=True):
+    """Before the first request with a grammar. Later ones are passed over."""
+
+    vocabulary: Vocabulary
 
 
 class Abort(Message, tag=True):
@@ -223,7 +232,7 @@ class Heartbeat(Message, tag=True):
     step_age: float
 
 
-ToEngine = AddRequest | Abort | ResetPrefixCache | Drain
+ToEngine = AddRequest | SetVocabulary | Abort | ResetPrefixCache | Drain
 FromEngine = Progress | Ready | Outputs | PrefixCacheReset | Failed | Heartbeat
 
 encoder = msgspec.msgpack.Encoder()

@@ -33,6 +33,8 @@ from octavo.engine.messages import (
     Progress,
     Ready,
     ResetPrefixCache,
+    SetVocabulary,
+    ToEngine,
     encoder,
     to_engine_decoder,
 )
@@ -109,7 +111,8 @@ class EngineLoop:
     def run(self) -> None:
         while not (self._draining and not self.engine.has_work):
             busy = self.engine.has_work or self._use_idle_moment()
-            self._read_inbox(wait_ms=0 if busy else IDLE_POLL_MS)
+            if not self._read_inbox(wait_ms=0 if busy else IDLE_POLL_MS) and not busy:
+                self.engine.grammars.build()  # it takes a moment, in which nobody waits
             outputs = self.engine.step()
             if outputs is not None:
                 self._send(outputs)
@@ -136,20 +139,25 @@ class EngineLoop:
     def _send(self, message: msgspec.Struct) -> None:
         self._outbox.send(encoder.encode(message))
 
-    def _read_inbox(self, wait_ms: int) -> None:
+    def _read_inbox(self, wait_ms: int) -> bool:
+        """False when nothing came."""
         if wait_ms and not self._inbox.poll(wait_ms):
-            return
+            return False
+        num_read = 0
         while True:
             try:
                 raw = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return num_read > 0
+            num_read += 1
             self._handle(to_engine_decoder.decode(raw))
 
-    def _handle(self, message: AddRequest | Abort | ResetPrefixCache | Drain) -> None:
+    def _handle(self, message: ToEngine) -> None:
         match message:
             case AddRequest():
                 self.engine.add(message)
+            case SetVocabulary():
+                self.engine.grammars.set_vocabulary(message.vocabulary)
             case Abort():
                 self.engine.abort(message.handles)
             case ResetPrefixCache():

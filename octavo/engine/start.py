@@ -11,6 +11,7 @@ from octavo.checkpoint.special import tokenizer_eos_ids
 from octavo.config import EngineConfig, reject_unsupported
 from octavo.engine.engine import Engine, Executor
 from octavo.engine.messages import EngineInfo
+from octavo.grammar.grammars import Grammars
 from octavo.model.facts import default_sampling, eos_ids
 from octavo.types import ConfigError, InvalidRequest, Progress, SamplingParams
 from octavo.worker.executor import start_executor
@@ -21,7 +22,8 @@ def start_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Exec
     reject_unsupported(config)
     path = Path(config.model.model)
     sampling = _default_sampling(config, path)
-    executor, found = start_executor(config, path, progress)
+    grammars = Grammars()
+    executor, found = start_executor(config, path, progress, grammars)
     info = EngineInfo(
         model=str(path),
         architecture=found.architecture,
@@ -44,7 +46,7 @@ def start_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Exec
         device_kind=found.device_kind,
         hidden_size=found.hidden_size,
     )
-    return Engine(config, info, executor), executor
+    return Engine(config, info, executor, grammars=grammars), executor
 
 
 def _eos_ids(config: EngineConfig, path: Path, vocab_size: int) -> list[int]:

@@ -13,6 +13,7 @@ MIN_P = 8
 PENALTIES = 16
 EDITS = 32  # allowed ids, bad words, min_tokens or logit_bias
 LOGPROBS = 64
+GRAMMAR = 128  # a mask of the ids that may be drawn, made on the host for each draw
 TRUNCATION = TOP_K | TOP_P | MIN_P
 
 

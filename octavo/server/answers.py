@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -19,10 +19,10 @@ from octavo.server.generation import Ask, Choice, Generation, Piece
 from octavo.server.logprobs import TokenNames
 from octavo.server.protocol import GenerationRequest
 from octavo.server.render import rendered
-from octavo.server.sampling import beam_params
+from octavo.server.sampling import beam_params, renamed_constraint
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
-from octavo.types import FinishReason, InvalidRequest, SamplingParams
+from octavo.types import FinishReason, InvalidRequest, SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
@@ -164,10 +164,7 @@ class Answer(ABC):
 
     def stopped(self, choice: Choice) -> bool:
         """Whether the last token ended the choice (EOS, stop id) and is not in the text."""
-        by_id = choice.finish_reason == FinishReason.STOP and not isinstance(
-            choice.stop_reason, str
-        )
-        return by_id and not self.body.include_stop_str_in_output
+        return choice.finish_reason == FinishReason.STOP and choice.text.hides_last
 
 
 def request_id(request: Request, given: str | None, prefix: str) -> str:
@@ -188,26 +185,37 @@ def check_priority(state: ServerState, priority: int | None) -> None:
 
 
 async def in_time(
-    state: ServerState, body: GenerationRequest, arrival: float, work: Awaitable[T]
+    state: ServerState, timeout: float | None, arrival: float, work: Awaitable[T]
 ) -> T:
     """What ``work`` (reading the prompt) gives. Raises TimedOut where the request's timeout passes
     meanwhile."""
-    if body.timeout is None:
+    if timeout is None:
         return await work
     try:
-        async with asyncio.timeout(arrival + body.timeout - time.monotonic()):
+        async with asyncio.timeout(arrival + timeout - time.monotonic()):
             return await work
     except TimeoutError:
         state.metrics.num_timed_out += 1
         raise TimedOut(
-            f"the request's timeout of {body.timeout:g} s has passed: its prompt was being read"
+            f"the request's timeout of {timeout:g} s has passed: its prompt was being read"
         ) from None
+
+
+async def _grammar(
+    state: ServerState, body: GenerationRequest, constraint: StructuredOutputsParams
+) -> str:
+    """The checked grammar of a constraint. Raises InvalidRequest naming the client's field."""
+    state.client.check_queue(1)  # before work is spent on it
+    try:
+        return await state.grammars.text(constraint)
+    except InvalidRequest as error:
+        raise renamed_constraint(error, body) from None
 
 
 async def respond(
     state: ServerState,
     request: Request,
-    answer_type: type[Answer],
+    answer_type: Callable[..., Answer],
     body: GenerationRequest,
     params: SamplingParams,
     prompts: tuple[list[list[int]], list[str | None]],
@@ -216,10 +224,11 @@ async def respond(
     prefix: str,
     warnings: list[str],
     drop_output: bool = False,
+    marks: Mapping[int, str] | None = None,
     render: bool = False,
 ) -> Response:
     """Runs the generation. Errors before the first event are raised; the app answers them.
-    ``drop_output``: see ``Ask``. ``render``: all but the generation, told as JSON."""
+    ``drop_output``, ``marks``: see ``Ask``. ``render``: all but the generation, told as JSON."""
     name = request_id(request, body.request_id, prefix)
     check_priority(state, body.priority)
     ask = Ask(
@@ -234,8 +243,11 @@ async def respond(
         weight=request.scope["octavo.weight"],
         drop_output=drop_output,
         timeout=body.timeout,
+        marks=marks,
     )
     beams = beam_params(body, params)
+    if (constraint := params.structured_outputs) is not None:
+        ask.grammar = await in_time(state, body.timeout, arrival, _grammar(state, body, constraint))
     if beams is None:
         generation = Generation(state, ask, request.receive)
     else:
@@ -244,8 +256,8 @@ async def respond(
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
     if render:
-        several = answer_type.several
-        return rendered(state, answer.model, await generation.prepared(), warnings, several)
+        prepared = await generation.prepared()
+        return rendered(state, answer.model, prepared, warnings, answer.several)
     await generation.begin()
     if body.stream:
         return EventStream(answer)

@@ -20,7 +20,7 @@ from octavo.server import tokens
 from octavo.server.answers import in_time, respond
 from octavo.server.auth import App, KeyGuard
 from octavo.server.bodies import B, read_body
-from octavo.server.chat import ChatAnswer, chat_ids, check_tools
+from octavo.server.chat import chat_ids
 from octavo.server.completions import CompletionAnswer, prompts_of
 from octavo.server.embeddings import embed
 from octavo.server.errors import (
@@ -31,6 +31,7 @@ from octavo.server.errors import (
     on_unexpected_error,
 )
 from octavo.server.middleware import wrapped
+from octavo.server.page import add_page
 from octavo.server.protocol import (
     Body,
     ChatRequest,
@@ -43,6 +44,8 @@ from octavo.server.protocol import (
 from octavo.server.request_ids import RequestIds
 from octavo.server.sampling import chat_params, completion_params, renamed_for_chat
 from octavo.server.state import ServerState
+from octavo.server.tools.answer import reading
+from octavo.server.tools.requests import tool_use
 from octavo.types import EngineDead, InvalidRequest, OctavoError
 
 Route = Callable[[Request], Awaitable[Response]]
@@ -65,7 +68,7 @@ def create_app(state: ServerState) -> App:
     api = FastAPI(
         title="octavo",
         version=__version__,
-        root_path=state.server.root_path,
+        root_path=state.server.root_path.rstrip("/"),
         redirect_slashes=False,
         redoc_url=None,
     )
@@ -78,6 +81,7 @@ def create_app(state: ServerState) -> App:
     _add_text_routes(api, state)
     _add_health_routes(api, state)
     _add_facts_routes(api, state)
+    add_page(api, state.server.root_path)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     server = state.server
     guarded: App = CORSMiddleware(
@@ -99,7 +103,7 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         state.check_serving()
         state.check_model(body.model)
         params = completion_params(body, state.client.info.default_sampling)
-        prompts = await in_time(state, body, arrival, prompts_of(state, body, request))
+        prompts = await in_time(state, body.timeout, arrival, prompts_of(state, body, request))
         return await respond(
             state, request, CompletionAnswer, body, params, prompts,
             arrival=arrival, prefix="cmpl", warnings=warnings,
@@ -112,13 +116,16 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         state.check_serving()
         state.check_model(body.model)
         state.client.check_queue(1)  # before the conversation is rendered
-        check_tools(body)
         try:
+            use = await state.encode(lambda: tool_use(body), 0, request)
             params = chat_params(body, state.client.info.default_sampling)
-            reading = chat_ids(state, body, body.messages, body.add_special_tokens, request)
-            ids = await in_time(state, body, arrival, reading)
+            prompt = chat_ids(state, body, body.messages, body.add_special_tokens, request)
+            ids = await in_time(state, body.timeout, arrival, prompt)
+            answer_type, marks, params = await state.encode(
+                lambda: reading(state, body, use, ids, params), 0, request
+            )
             return await respond(
-                state, request, ChatAnswer, body, params, ([ids], [None]),
+                state, request, answer_type, body, params, ([ids], [None]), marks=marks,
                 arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,
             )  # fmt: skip
         except InvalidRequest as error:

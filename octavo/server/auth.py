@@ -13,6 +13,7 @@ import msgspec
 from starlette.routing import BaseRoute, Match
 
 from octavo.server.keys import ADMIN, INFER, METRICS, SCOPES, ApiKey, Keys
+from octavo.server.page import PAGE_PATHS
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -23,6 +24,9 @@ PUBLIC: frozenset[str] = frozenset()  # no key is needed
 # Path of a route -> the scopes of which a key needs one.
 SCOPES_OF: dict[str, frozenset[str]] = {
     **dict.fromkeys(("/health", "/health/live", "/health/ready", "/ping"), PUBLIC),
+    # The chat page holds nothing: a browser sends no key when it opens an address, and what the
+    # page then asks the API for needs one as everything does.
+    **dict.fromkeys(PAGE_PATHS, PUBLIC),
     **dict.fromkeys(
         (
             *("/v1/completions", "/v1/completions/render"),

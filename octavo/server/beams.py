@@ -44,9 +44,7 @@ class BeamGeneration(Generation):
                 )
             )  # fmt: skip
             self._state.metrics.on_admitted(request.params, request.max_tokens)
-        self._submission.begin()
-        if self._ask.timeout is not None:
-            self._submission.end_at(self._ask.arrival + self._ask.timeout, self._timed_out)
+        self._submission.begin(self._ask.arrival, self._ask.timeout)
         try:
             await self._step(self._searches)
             self._starting.clear()
@@ -110,8 +108,9 @@ class BeamGeneration(Generation):
         params = self._ask.params
         choice.prompt = prompt
         choice.text = ChoiceText(
-            self._state.tokenizer, params, eos_ids=self._state.client.info.eos_ids
-        )
+            self._state.tokenizer, params, eos_ids=self._state.client.info.eos_ids,
+            marks=self._ask.marks,
+        )  # fmt: skip
         text = choice.text.push(beam.tokens)
         text += choice.text.finish()
         choice.finish_reason, choice.stop_reason = beam.finish_reason, beam.stop_reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
@@ -12,8 +13,9 @@ from octavo.server.logprobs import chat_entries, prompt_logprobs
 from octavo.server.protocol import ChatFields, ChatRequest, Message
 from octavo.server.state import ServerState
 from octavo.server.streaming import encode_json, members
+from octavo.server.tools.prompt import as_text, described
 from octavo.text.chat import ChatTemplate, check_template_variables
-from octavo.types import InvalidRequest
+from octavo.types import ConfigError, InvalidRequest
 
 
 async def chat_ids(
@@ -23,18 +25,27 @@ async def chat_ids(
     add_special_tokens: bool | None,
     request: Request | None = None,
 ) -> list[int]:
-    """The conversation's token ids, through the model's template."""
-    template = state.require_template()
+    """The conversation's token ids, through the model's template. Tools that the template does
+    not know are described in the system message."""
+    template = await _template_of(state, body, request)
     variables = _template_variables(template, body)
     continue_final = bool(body.continue_final_message)
     generation_prompt = body.add_generation_prompt
     if generation_prompt is None:
         generation_prompt = not continue_final
 
+    shows_tools = "tools" in template.variables
+    wants_tools = not isinstance(body, ChatRequest) or body.tool_choice != "none"
+
     def encode() -> list[int]:
+        plain = [message.model_dump(exclude_none=True) for message in messages]
+        if not template.shows_calls:
+            plain = as_text(plain)
+        if body.tools and not shows_tools and wants_tools:
+            plain = described(plain, body.tools)
         return template.encode(
-            [message.model_dump(exclude_none=True) for message in messages],
-            tools=body.tools,
+            plain,
+            tools=body.tools if shows_tools else None,
             documents=body.documents,
             add_generation_prompt=generation_prompt,
             continue_final_message=continue_final,
@@ -49,6 +60,30 @@ async def chat_ids(
     return await state.encode(encode, num_chars, request)
 
 
+async def _template_of(
+    state: ServerState, body: ChatFields, request: Request | None
+) -> ChatTemplate:
+    """The model's template, or the request's own where the operator allows that."""
+    source = body.chat_template
+    if source is None:
+        return state.require_template()
+    if not state.server.trust_request_chat_template:
+        raise InvalidRequest(
+            "chat_template in a request is not allowed here; the operator allows it with "
+            "--trust-request-chat-template, or sets one with --chat-template",
+            "chat_template",
+        )
+    tokenizer = state.require_tokenizer("messages")
+
+    def compile() -> ChatTemplate:
+        try:
+            return ChatTemplate(source, tokenizer, state.server.chat_template_content_format)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), "chat_template") from None
+
+    return await state.workers.run(compile, len(source), request.receive if request else None)
+
+
 def _num_chars(message: Message) -> int:
     content = message.content
     if content is None or isinstance(content, str):
@@ -56,16 +91,12 @@ def _num_chars(message: Message) -> int:
     return sum(len(part.text) for part in content)
 
 
-def check_tools(body: ChatRequest) -> None:
-    """Tools may be shown to the model; calls are not read from its answer in this version."""
-    if body.tool_choice is not None and not body.tools and body.tool_choice != "none":
-        raise InvalidRequest("tool_choice needs tools", "tool_choice")
-    if body.tools and body.tool_choice != "none":
-        raise InvalidRequest(
-            "tool calls are not in this version: with tool_choice 'none' the template shows the "
-            "tools to the model and its answer comes back as text",
-            "tools" if body.tool_choice is None else "tool_choice",
-        )
+def check_without_messages(body: ChatFields) -> None:
+    """Raises InvalidRequest for a field that says how messages become a prompt, where a prompt was
+    sent itself."""
+    for name in ChatFields.model_fields:
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is for messages, and none were sent", name)
 
 
 def _template_variables(template: ChatTemplate, body: ChatFields) -> dict[str, Any]:
@@ -75,7 +106,7 @@ def _template_variables(template: ChatTemplate, body: ChatFields) -> dict[str, A
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     sent = dict.fromkeys(variables, "chat_template_kwargs")
-    sent.update({n: n for n in ("tools", "documents", "reasoning_effort") if getattr(body, n)})
+    sent.update({n: n for n in ("documents", "reasoning_effort") if getattr(body, n)})
     for name, field in sent.items():
         if name not in template.variables:
             raise InvalidRequest(f"this model's chat template does not use {name!r}", field)
@@ -89,16 +120,24 @@ class ChatAnswer(Answer):
     event_kind = "chat.completion.chunk"
     body: ChatRequest
 
+    def finish_reason(self, choice: Choice) -> str | None:
+        """As the client is told it."""
+        return choice.finish_reason
+
     # ---- whole ----
+
+    def message(self, choice: Choice, text: str) -> dict[str, Any]:
+        """What the choice says, all in all."""
+        return {"content": self.echoed() + text}
 
     def choice(self, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
         rows = [row for piece in pieces for row in piece.logprobs]
-        text = "".join(piece.text for piece in pieces)
+        message = self.message(choice, "".join(piece.text for piece in pieces))
         result = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": self._echo() + text},
+            "message": {"role": "assistant", **message},
             "logprobs": self._logprobs(rows, self.stopped(choice)),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self.finish_reason(choice),
             "stop_reason": choice.stop_reason,
         }
         if self.body.return_token_ids:
@@ -117,18 +156,19 @@ class ChatAnswer(Answer):
     # ---- events ----
 
     def events(self, batch: list[Piece]) -> bytes:
-        frame, plain = self.frames.frame, not (self.body.logprobs or self.body.return_token_ids)
+        frame, plain = self.frames.frame, self.plain
         out = []
         for piece in batch:
             if piece.is_first:
-                out.append(frame(*self._opening(piece.choice)))
+                out.append(frame(*self.opening(piece.choice)))
             if piece.text or piece.is_last or not plain:
-                out.append(frame(self._event(piece, plain), self.chunk_tail(piece)))
+                delta = b'{"content":%b}' % encode_json(piece.text) if piece.text else b"{}"
+                out.append(frame(self.event(piece, delta), self.chunk_tail(piece)))
         return b"".join(out)
 
-    def _opening(self, choice: Choice) -> tuple[bytes, bytes]:
+    def opening(self, choice: Choice) -> tuple[bytes, bytes]:
         """The first event of a choice: its role, and whatever belongs to the prompt."""
-        delta = {"role": "assistant", "content": self._echo()}
+        delta = {"role": "assistant", "content": self.echoed()}
         event = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         extra: dict[str, Any] = {}
         prompt = choice.prompt
@@ -138,18 +178,18 @@ class ChatAnswer(Answer):
             extra["prompt_logprobs"] = prompt_logprobs(self.names, len(prompt.ids), prompt.logprobs)
         return encode_json(event), members(**extra) + self.continuous_usage()
 
-    def _event(self, piece: Piece, plain: bool) -> bytes:
+    def event(self, piece: Piece, delta: bytes, first: bool = True, last: bool = True) -> bytes:
+        """One of a piece's events: the first has what belongs to its tokens, the last its end."""
         choice = piece.choice
-        delta = b'{"content":%b}' % encode_json(piece.text) if piece.text else b"{}"
         logprobs, more = b"null", b""
-        if not plain:
+        if first and not self.plain:
             stopped = piece.is_last and self.stopped(choice)
             logprobs = encode_json(self._logprobs(piece.logprobs, stopped))
             if self.body.return_token_ids:
                 more = members(token_ids=piece.token_ids)
         end = b"null"
-        if piece.is_last:
-            end = encode_json(choice.finish_reason)
+        if last and piece.is_last:
+            end = encode_json(self.finish_reason(choice))
             more += members(stop_reason=choice.stop_reason)
         return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}' % (
             choice.index, delta, logprobs, end, more,
@@ -157,12 +197,17 @@ class ChatAnswer(Answer):
 
     # ---- parts ----
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether tokens that add no text need no event."""
+        return not (self.body.logprobs or self.body.return_token_ids)
+
     def _logprobs(self, rows: list[Any], stopped: bool) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
         return {"content": chat_entries(self.names, rows, stopped)}
 
-    def _echo(self) -> str:
+    def echoed(self) -> str:
         """With echo: the last message's text, where the answer continues it."""
         last = self.body.messages[-1]
         if not self.body.echo or last.role != "assistant" or last.content is None:

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from octavo.engine.admission import prepare_embedding
 from octavo.engine.messages import AddRequest, PooledPrompt, num_ids
 from octavo.engine.streams import MoreEvents
-from octavo.server.answers import check_priority, request_id
+from octavo.server.answers import check_priority, in_time, request_id
 from octavo.server.auth import Scope
-from octavo.server.chat import chat_ids
+from octavo.server.chat import chat_ids, check_without_messages
 from octavo.server.protocol import EmbeddingRequest
 from octavo.server.state import ServerState
 from octavo.server.streaming import encode_json
@@ -37,17 +37,16 @@ async def embed(
     name = request_id(request, body.request_id, "embd")
     answer = EmbeddingAnswer(state, body, name, arrival, warnings)
     try:
-        prompts = await inputs_of(state, body, request)
+        prompts = await in_time(state, body.timeout, arrival, inputs_of(state, body, request))
         requests = answer.prepare(prompts, request.scope)
     except InvalidRequest as error:
-        field = "input" if body.messages is None else "messages"
-        raise InvalidRequest(
-            str(error), field if error.param == "prompt" else error.param
-        ) from None
+        sent = "input" if body.messages is None else "messages"
+        field = sent if error.param == "prompt" else error.param
+        raise InvalidRequest(str(error), field, error.code) from None
     if state.server.enable_log_requests:
         logger.info("%s: vectors of %d inputs", name, len(requests))
     submission = Submission(state, request.receive)
-    submission.begin()
+    submission.begin(arrival, body.timeout)
     try:
         for part in parts(requests, state):
             async for events in submission.run(part):
@@ -70,6 +69,7 @@ async def inputs_of(
             update={"add_generation_prompt": bool(body.add_generation_prompt)}
         )
         return [await chat_ids(state, prompted, body.messages, body.add_special_tokens, request)]
+    check_without_messages(body)
     given: Any = [body.input] if isinstance(body.input, str) else body.input
     if not given:
         raise InvalidRequest("input is an empty list", "input")

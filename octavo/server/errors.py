@@ -49,7 +49,7 @@ def describe(error: Exception) -> tuple[int, dict[str, str | None]]:
     """HTTP status and the ``error`` object of an exception."""
     param = getattr(error, "param", None)
     if isinstance(error, InvalidRequest):
-        return 400, _error(str(error), "invalid_request_error", param, "invalid_request")
+        return 400, _error(str(error), "invalid_request_error", param, error.code)
     if isinstance(error, NotFound):
         return 404, _error(str(error), "invalid_request_error", param, error.code)
     if isinstance(error, TimedOut):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from octavo.engine.admission import prepare
@@ -71,9 +71,11 @@ class Piece:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
-    """What a route wants generated. ``drop_output``: only the prompt's logprobs matter."""
+    """What a route wants generated. ``drop_output``: only the prompt's logprobs matter.
+    ``marks``: tokens that the answers' text shows as other characters (``ChoiceText``).
+    ``grammar``: the checked text of the parameters' ``structured_outputs``."""
 
     request_id: str
     prompts: list[list[int]]
@@ -85,7 +87,9 @@ class Ask:
     tenant: bytes = b""
     weight: float = 1.0
     drop_output: bool = False
+    grammar: str = ""
     timeout: float | None = None  # seconds after arrival
+    marks: Mapping[int, str] | None = None
 
 
 class Generation:
@@ -193,7 +197,7 @@ class Generation:
                 request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
                 arrival=ask.arrival, max_logprobs=self._state.config.model.max_logprobs,
                 priority=ask.priority, salt=ask.salt, tenant=ask.tenant, weight=ask.weight,
-                bad_words=bad_words,
+                bad_words=bad_words, grammar=ask.grammar,
             )
             for i, ids in enumerate(ask.prompts)
         ]  # fmt: skip
@@ -207,7 +211,9 @@ class Generation:
             prompt = Prompt(kept, ask.texts[i] if whole else None, request.handle)
             self.prompts.append(prompt)
             for k in range(n):
-                text = ChoiceText(tokenizer, ask.params, eos_ids=client.info.eos_ids)
+                text = ChoiceText(
+                    tokenizer, ask.params, eos_ids=client.info.eos_ids, marks=ask.marks
+                )
                 choice = Choice(i * n + k, request.handle + k, prompt, text, ask.arrival)
                 self.choices.append(choice)
         return requests

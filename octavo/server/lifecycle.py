@@ -151,6 +151,7 @@ class Server:
         finally:
             await self._client.close()
             if http is not None:
+                await self._state.grammars.close()
                 self._http.should_exit = True
                 await http
 
@@ -181,6 +182,7 @@ class Server:
         return task
 
     def _load_text(self) -> None:
+        from octavo.server.tools.setup import Parsing
         from octavo.text.chat import load_chat_template
         from octavo.text.tokenizer import load_tokenizer
 
@@ -188,6 +190,8 @@ class Server:
         template = load_chat_template(
             tokenizer, self._server.chat_template, self._server.chat_template_content_format
         )
+        self._state.parsing = Parsing(self._server, tokenizer, template)
+        self._state.byte_table = tokenizer.byte_table(tokenizer.vocab_size)
         self._state.tokenizer, self._state.template = tokenizer, template
 
     def _show_progress(self, progress: Progress) -> None:
@@ -196,6 +200,8 @@ class Server:
     def _announce(self) -> None:
         info = self._client.info
         self._state.metrics.size_by_tokens(info.max_model_len)
+        if self._state.tokenizer is not None:  # the engine makes its tables while it is idle
+            self._client.send_vocabulary(self._state.vocabulary())
         collector.settle()
         self._state.loaded = True
         self._log.ready(info, self._address)

@@ -37,11 +37,11 @@ def _only(value: str, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_STRUCTURED = "structured output is not in this version"
 _MEDIA = "only text is served in this version"
 
 Int = Annotated[int, BeforeValidator(_integer), Field(ge=-(2**63), lt=2**64)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Seconds = Annotated[Float, Field(gt=0, le=1e6)]
 Bool = Annotated[bool, Field(strict=True)]
 # Lists of ids may be long: they are checked without Python, and given up at the first fault.
 TokenId = Annotated[int, Field(strict=True)]
@@ -59,8 +59,35 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchemaFormat(Body):
+    """``strict`` changes nothing: a schema is always enforced."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: Bool | None = None
+
+
 class ResponseFormat(Body):
-    type: Annotated[Literal["text"], _only("text", _STRUCTURED)]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    # Of structural_tag: the older form, or the newer one.
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(Body):
+    """Exactly one constraint."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: Bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: Bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class GenerationRequest(Body):
@@ -97,7 +124,7 @@ class GenerationRequest(Body):
     length_penalty: Float | None = None
     early_stopping: Bool | None = None
     priority: Int | None = None
-    timeout: Annotated[Float, Field(gt=0, le=1e6)] | None = None
+    timeout: Seconds | None = None
     request_id: str | None = Field(None, max_length=256)
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
@@ -111,6 +138,13 @@ class GenerationRequest(Body):
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: Bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Older names of the same.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -162,6 +196,7 @@ class ChatFields(Body):
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    chat_template: str | None = Field(None, max_length=1 << 20)
 
 
 class ChatRequest(GenerationRequest, ChatFields):
@@ -170,6 +205,7 @@ class ChatRequest(GenerationRequest, ChatFields):
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
     tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: Bool | None = None
 
 
 class TokenizeRequest(ChatFields):
@@ -200,6 +236,7 @@ class EmbeddingRequest(ChatFields):
     priority: Int | None = None
     request_id: str | None = Field(None, max_length=256)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    timeout: Seconds | None = None
     user: str | None = None
 
 
@@ -215,13 +252,7 @@ class NoFields(Body):
 
 # Known fields of OpenAI's and vLLM's APIs that this version refuses by name: field -> why.
 LATER_FIELDS: dict[str, str] = {
-    "structured_outputs": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "guided_decoding_backend": _STRUCTURED,
-    "guided_whitespace_pattern": _STRUCTURED,
+    "guided_decoding_backend": "llguidance is the only backend; leave it out",
     "suffix": "fill-in-the-middle is not in this version",
     "prompt_embeds": "prompts as embeddings are not in this version",
     "functions": "functions are not in this version (nor in OpenAI's: use tools)",
@@ -232,18 +263,14 @@ LATER_FIELDS: dict[str, str] = {
     "prediction": "predicted outputs are not in this version",
     "web_search_options": "web search is not in this version",
     "verbosity": "verbosity is not in this version",
-    "include_reasoning": "reasoning parsers are not in this version",
     "thinking_token_budget": "reasoning budgets are not in this version",
     "logits_processors": "logits processors are not in this version",
     "repetition_detection": "repetition detection is not in this version",
     "kv_transfer_params": "KV transfer is not in this version",
     "vllm_xargs": "extra arguments of vLLM plug-ins are not in this version",
-    "chat_template": "a template in a request is not allowed here; the operator sets one with "
-    "--chat-template",
 }
 # Values that ask for nothing, so that a client's spelled-out default is no error.
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
-    "include_reasoning": (True,),
 }

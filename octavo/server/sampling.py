@@ -5,15 +5,26 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from octavo.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from octavo.types import BeamSearchParams, InvalidRequest, SamplingParams
+from octavo.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ResponseFormat,
+)
+from octavo.types import (
+    BeamSearchParams,
+    InvalidRequest,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 _PARAMETERS = {field.name for field in fields(SamplingParams)}
 # Fields of the same name that are copied when the client sent them.
 _COPIED = [
     name
     for name in GenerationRequest.model_fields
-    if name in _PARAMETERS and name not in ("logit_bias", "max_tokens", "stop")
+    if name in _PARAMETERS
+    and name not in ("logit_bias", "max_tokens", "stop", "structured_outputs")
 ]
 
 # What has no say in a beam search -> the values that ask for nothing.
@@ -85,6 +96,11 @@ def beam_params(body: GenerationRequest, params: SamplingParams) -> BeamSearchPa
                 "log-probabilities: leave it out",
                 name,
             )
+    if constraints := _constraints(body):
+        raise InvalidRequest(
+            f"{next(iter(constraints))} and use_beam_search cannot be combined in this version",
+            next(iter(constraints)),
+        )
     if params.prompt_logprobs is not None or body.max_tokens == 0:
         raise InvalidRequest("echo with logprobs, or without output, takes no beam search", "echo")
     return BeamSearchParams(
@@ -111,9 +127,87 @@ def _common(body: GenerationRequest, defaults: dict[str, Any]) -> dict[str, Any]
         values["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
     if body.logit_bias is not None:
         values["logit_bias"] = {_token_id(k): v for k, v in body.logit_bias.items()}
+    constraint = structured_outputs(body)
+    if constraint is not None:
+        values["structured_outputs"] = constraint
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     return values
+
+
+def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | None:
+    """The constraint, by whichever name the client sent it. Raises InvalidRequest naming it."""
+    sent = _constraints(body)
+    if not sent:
+        if body.guided_whitespace_pattern is not None:
+            raise InvalidRequest(
+                "guided_whitespace_pattern needs guided_json", "guided_whitespace_pattern"
+            )
+        return None
+    if len(sent) > 1:
+        first, second, *_ = sent
+        raise InvalidRequest(f"{second} and {first} both constrain the output: send one", second)
+    (values,) = sent.values()
+    if body.guided_whitespace_pattern is not None:
+        if "whitespace_pattern" in values:
+            raise InvalidRequest(
+                "guided_whitespace_pattern and structured_outputs.whitespace_pattern are the same: "
+                "send one",
+                "guided_whitespace_pattern",
+            )
+        values["whitespace_pattern"] = body.guided_whitespace_pattern
+    try:
+        return StructuredOutputsParams(**values)
+    except InvalidRequest as error:
+        raise renamed_constraint(error, body) from None
+
+
+def _constraints(body: GenerationRequest) -> dict[str, dict[str, Any]]:
+    """Field -> the values it gives to StructuredOutputsParams, of each field that constrains."""
+    found: dict[str, dict[str, Any]] = {}
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = body.structured_outputs.model_dump(
+            exclude_none=True, by_alias=True
+        )
+    for kind in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, f"guided_{kind}")
+        if value is not None:
+            found[f"guided_{kind}"] = {kind: value}
+    asked = body.response_format
+    if asked is not None and asked.type != "text":
+        found["response_format"] = _by_format(asked)
+    return found
+
+
+def _by_format(asked: ResponseFormat) -> dict[str, Any]:
+    tag = asked.model_dump(include={"type", "structures", "triggers", "format"}, exclude_none=True)
+    extra = [name for name in ("structures", "triggers", "format") if name in tag]
+    if asked.type != "structural_tag" and extra:
+        raise InvalidRequest(
+            f"response_format.{extra[0]} belongs to type structural_tag", "response_format"
+        )
+    if (asked.type == "json_schema") != (asked.json_schema is not None):
+        need = "needs" if asked.type == "json_schema" else "takes no"
+        raise InvalidRequest(
+            f"response_format of type {asked.type} {need} json_schema", "response_format"
+        )
+    if asked.json_schema is not None:
+        return {"json": asked.json_schema.schema_}
+    return {"json_object": True} if asked.type == "json_object" else {"structural_tag": tag}
+
+
+def renamed_constraint(error: InvalidRequest, body: GenerationRequest) -> InvalidRequest:
+    """Names the field by which the client sent its constraint."""
+    param = error.param or ""
+    if body.structured_outputs is not None or not param.startswith("structured_outputs"):
+        return error
+    sent = next(iter(_constraints(body)), "structured_outputs")
+    if sent == "response_format":
+        inner = {"json": ".json_schema.schema", "json_object": "", "structural_tag": ""}
+        new = sent + inner.get(param.rpartition(".")[2], "")
+    else:
+        new = sent
+    return InvalidRequest(str(error).replace(param, new), new)
 
 
 def _build(values: dict[str, Any]) -> SamplingParams:
@@ -129,10 +223,13 @@ def _build(values: dict[str, Any]) -> SamplingParams:
 def renamed_for_chat(error: InvalidRequest, body: ChatRequest) -> InvalidRequest:
     """Names the field the client sent, where chat spells it differently."""
     if error.param == "prompt":
-        return InvalidRequest(str(error), "messages")
+        return InvalidRequest(str(error), "messages", error.code)
     if error.param == "max_tokens" and body.max_completion_tokens is not None:
-        return InvalidRequest(str(error).replace("max_tokens", "max_completion_tokens"),
-                              "max_completion_tokens")  # fmt: skip
+        message = str(error).replace("max_tokens", "max_completion_tokens")
+        return InvalidRequest(message, "max_completion_tokens", error.code)
+    if (error.param or "").startswith("structured_outputs") and not _constraints(body):
+        message = str(error).removeprefix(f"{error.param}.grammar").removeprefix(error.param or "")
+        return InvalidRequest(f"the schemas of tools{message}", "tools")
     if error.param == "logprobs":
         return InvalidRequest(f"top_{error}", "top_logprobs")
     return error

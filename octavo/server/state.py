@@ -15,14 +15,17 @@ from starlette.requests import Request
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.client import ProcessClient
+from octavo.grammar.vocabulary import Vocabulary
 from octavo.server.errors import NotFound
+from octavo.server.grammars import GrammarChecker
 from octavo.server.keys import Keys
 from octavo.server.metrics import Metrics
+from octavo.server.tools.setup import Parsing
 from octavo.server.workers import Workers
 from octavo.text import sandbox
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import EngineDead, InvalidRequest
+from octavo.types import TOO_LONG, EngineDead, InvalidRequest
 
 LONG_TEXT = 8 << 10  # characters; longer prompts are tokenized in a thread
 HUGE_TEXT = 1 << 20  # characters; longer ones are refused untokenized when they cannot fit
@@ -46,6 +49,14 @@ class ServerState:
         self.workers = Workers()
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
+        self.parsing: Parsing | None = None  # with a tokenizer
+        settings = config.structured_outputs_config
+        self.grammars = GrammarChecker(
+            self.vocabulary,
+            lambda: self.require_tokenizer("structured_outputs").special_texts,
+            bool(settings.get("disable_any_whitespace", False)),
+        )
+        self.byte_table: list[bytes] = []  # of the tokenizer's ids
         self.loaded = False  # engine and text side are both there
         self.created = int(time.time())
         self.num_in_flight = 0  # HTTP requests being generated for
@@ -101,6 +112,15 @@ class ServerState:
             )
         return self.template
 
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of the model, as a grammar's matcher knows them. Raises InvalidRequest without
+        a tokenizer."""
+        tokenizer = self.require_tokenizer("structured_outputs")
+        size = self.client.info.vocab_size
+        table = self.byte_table[:size] + [b""] * (size - len(self.byte_table))
+        special = sorted(index for index in tokenizer.special_ids if index < size)
+        return Vocabulary(table, special, self.client.info.eos_ids)
+
     def check_text_length(self, num_chars: int, param: str) -> None:
         """Raises InvalidRequest for a text that cannot fit, before minutes are spent on it."""
         if num_chars <= HUGE_TEXT or self.tokenizer is None:
@@ -110,8 +130,9 @@ class ServerState:
         if least > limit:
             raise InvalidRequest(
                 f"{param} holds {num_chars} characters, at least {least} tokens; this model's "
-                f"length is {limit} tokens for prompt and output together",
+                f"maximum context length is {limit} tokens for prompt and output together",
                 param,
+                TOO_LONG,
             )
 
     async def encode(

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from octavo.engine.messages import AddRequest
 from octavo.engine.streams import RequestStream, StepEvents
 from octavo.server.auth import Receive
-from octavo.server.errors import ClientGone, StepError
+from octavo.server.errors import ClientGone, StepError, TimedOut
 from octavo.server.state import ServerState
 from octavo.types import FinishReason, InvalidRequest
 
@@ -26,23 +26,30 @@ class Submission:
         self._stream: RequestStream | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._error: Exception | None = None  # what ended it from outside
+        self._failure: Exception | None = None
+        self._started = False  # the engine has begun with it
 
-    def begin(self) -> None:
+    def begin(self, arrival: float, timeout: float | None) -> None:
+        """``timeout``: seconds after ``arrival`` at which it fails with TimedOut."""
         self._state.check_serving()
         self._state.num_in_flight += 1
-        self._watcher = asyncio.get_running_loop().create_task(self._watch_client())
+        loop = asyncio.get_running_loop()
+        self._watcher = loop.create_task(self._watch_client())
+        if timeout is not None:
+            left = max(0.0, arrival + timeout - time.monotonic())
+            self._timer = loop.call_later(left, self._time_out, timeout)
 
     async def run(self, requests: Sequence[AddRequest]) -> AsyncIterator[StepEvents]:
         """The events of these requests until all have ended. Raises what ``submit`` of the client
-        raises, InvalidRequest (refused by the engine), StepError, EngineDead, ClientGone, or what
-        ``end_at`` was given."""
-        if self._error is not None:
-            raise self._error
+        raises, InvalidRequest (refused by the engine), StepError, EngineDead, TimedOut or
+        ClientGone."""
+        if self._failure is not None:
+            raise self._failure
         client = self._state.client
         self._stream = client.submit(requests, continuing=self._stream is not None)
         async for events in self._stream:
             if events.more is not None:
+                self._started = self._started or bool(events.more.started)
                 for rejected in events.more.rejected:
                     raise InvalidRequest(rejected.message, rejected.param)
                 for end in events.more.finished:
@@ -50,20 +57,14 @@ class Submission:
                         raise StepError(end.message or "a step of the engine failed")
             yield events
 
-    def end_at(self, deadline: float, error: Callable[[], Exception]) -> None:
-        """Ends it with ``error()`` at that time (``time.monotonic()``)."""
-        left = max(0.0, deadline - time.monotonic())
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(left, lambda: self._end(error()))
-
     def close(self) -> None:
         """Aborts what has not ended. Idempotent."""
         if self._watcher is None:
             return
-        if self._timer is not None:
-            self._timer.cancel()
         self._watcher.cancel()
         self._watcher = None
+        if self._timer is not None:
+            self._timer.cancel()
         self._state.num_in_flight -= 1
         if self._stream is not None:
             self._state.client.abort(list(self._stream.open))
@@ -72,10 +73,15 @@ class Submission:
         """Reads on: after the body only the end of the connection can come."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._end(ClientGone())
+        self._fail(ClientGone())
 
-    def _end(self, error: Exception) -> None:
-        self._error = error
+    def _time_out(self, timeout: float) -> None:
+        self._state.metrics.num_timed_out += 1
+        doing = "not all of it was computed" if self._started else "it was still in the queue"
+        self._fail(TimedOut(f"the request's timeout of {timeout:g} s has passed: {doing}"))
+
+    def _fail(self, failure: Exception) -> None:
+        self._failure = self._failure or failure
         if self._stream is not None:
-            self._stream.fail(error)
+            self._stream.fail(failure)
             self._state.client.abort(list(self._stream.open))

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from octavo.server.chat import chat_ids
+from octavo.server.chat import chat_ids, check_without_messages
 from octavo.server.protocol import DetokenizeRequest, TokenizeRequest
 from octavo.server.state import ServerState
 from octavo.types import InvalidRequest
@@ -21,6 +21,7 @@ async def tokenize(state: ServerState, body: TokenizeRequest, request: Request) 
     if body.messages is not None:
         ids = await chat_ids(state, body, body.messages, body.add_special_tokens, request)
     else:
+        check_without_messages(body)
         text = body.prompt or ""
         special = body.add_special_tokens is not False
         if len(text) > MOST_CHARACTERS:

@@ -132,6 +132,11 @@ class ChatTemplate:
         return self._sources[self._choose(None)]
 
     @property
+    def shows_calls(self) -> bool:
+        """Whether any of the templates writes the calls of tools in past messages."""
+        return any("tool_calls" in source for source in self._sources.values())
+
+    @property
     def content_format(self) -> str:
         """Of the default template: "string" or "openai" (or "both": contents go in as sent)."""
         return self._forms[self._choose(None)].content.value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stops import StopScanner
@@ -28,6 +28,7 @@ class ChoiceText:
         "_min_tokens",
         "_pieces",
         "_scanner",
+        "_shown_stops",
         "stop_string",
         "token_ids",
     )
@@ -39,11 +40,13 @@ class ChoiceText:
         *,
         eos_ids: Collection[int] | None = None,
         at_start: bool = False,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         """``tokenizer`` None, or ``params.detokenize`` false: ids are counted, no text is made.
 
         ``eos_ids``: the engine's (None: the tokenizer's). EOS and stop ids end a choice; their
-        text is left out unless ``include_stop_str_in_output``. ``at_start``: see Detokenizer.
+        text is left out unless ``include_stop_str_in_output``. ``at_start``, ``marks``: see
+        Detokenizer. A mark's text inside a stop string stands for the mark.
         Raises InvalidRequest for stop strings without text.
         """
         wants_text = tokenizer is not None and params.detokenize
@@ -52,11 +55,18 @@ class ChoiceText:
         self.token_ids: list[int] = []
         self.stop_string: str | None = None
         self._detokenizer = (
-            Detokenizer(tokenizer, params.skip_special_tokens, at_start)
+            Detokenizer(tokenizer, params.skip_special_tokens, at_start, marks)
             if tokenizer is not None and params.detokenize
             else None
         )
-        self._scanner = StopScanner(params.stop) if params.stop else None
+        self._shown_stops = {stop: stop for stop in params.stop}
+        if marks and tokenizer is not None:
+            for stop in params.stop:
+                shown = stop
+                for index, mark in marks.items():
+                    shown = shown.replace(tokenizer.token_text(index), mark)
+                self._shown_stops[shown] = stop
+        self._scanner = StopScanner([*self._shown_stops]) if params.stop else None
         self._include_stop = params.include_stop_str_in_output
         if eos_ids is None:
             eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
@@ -72,6 +82,11 @@ class ChoiceText:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
+
+    @property
+    def hides_last(self) -> bool:
+        """Whether the last token is one that ends a choice and is not in its text."""
+        return bool(self.token_ids) and self.token_ids[-1] in self._end_ids
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +127,7 @@ class ChoiceText:
             return ""
         match = scanner.scan(piece, armed=len(self.token_ids) > self._min_tokens)
         if match is not None:
-            self.stop_string = match.stop
+            self.stop_string = self._shown_stops[match.stop]
             text = self._held + piece[: match.end]
             self._held = ""
             return self._release(text if self._include_stop else text[: -len(match.stop)])

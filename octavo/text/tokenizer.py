@@ -96,6 +96,11 @@ class Tokenizer:
     def adds_bos(self) -> bool:
         return self.bos_id is not None and self.bos_id in self.vocabulary.prefix_ids
 
+    def added_id(self, text: str) -> int | None:
+        """The id of an added token (which text is never merged into), or None."""
+        index = self._backend.token_to_id(text)
+        return index if index in self._added else None
+
     @property
     def templates(self) -> dict[str, str]:
         """Chat templates of the checkpoint: name -> Jinja source."""
@@ -131,6 +136,15 @@ class Tokenizer:
     def token_bytes(self, index: int) -> bytes:
         """The token's own bytes; of a special or added token, its text's."""
         return self.bytes_of[index]
+
+    @cached_property
+    def special_texts(self) -> dict[str, int]:
+        """The id of each special token."""
+        return {self._added[i].content: i for i in self.special_ids if i in self._added}
+
+    def byte_table(self, size: int) -> list[bytes]:
+        """``token_bytes`` of the ids 0 .. size - 1."""
+        return list(map(ByteTable(self.vocabulary).__missing__, range(size)))
 
     def token_text(self, index: int) -> str:
         """The token by itself; bytes that are no whole character read as U+FFFD."""

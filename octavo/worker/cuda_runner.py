@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +20,14 @@ from torch import Tensor
 
 from octavo.config import EngineConfig
 from octavo.core.plan import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
+from octavo.grammar.grammars import Grammars
+from octavo.grammar.matcher import Matcher
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
-from octavo.ops.needs import EDITS, LOGPROBS
+from octavo.ops.needs import EDITS, GRAMMAR, LOGPROBS
 from octavo.types import Progress
 from octavo.worker.batch import Rows, order_rows
+from octavo.worker.constraints import advance
 from octavo.worker.device import Device
 from octavo.worker.device_step import DeviceStep
 from octavo.worker.device_tables import DeviceTables
@@ -46,6 +49,7 @@ from octavo.worker.slots import Slots
 from octavo.worker.staging import Downloads, Mark
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 
 # Libraries' workspaces inside captured graphs.
 WORKSPACES = 256 << 20
@@ -66,16 +70,33 @@ class Pending:
     report: Report | None
     reported: NDArray[np.int64]  # the plan's rows that ``report`` describes
     pooled: dict[int, Tensor]  # the plan's row -> its prompt's vector
+    constrained: Int64  # [c] rows in computing order that drew under a grammar
+    matchers: list[Matcher | None]  # [c] theirs
+    grammar_ends: dict[int, str] | None = None  # as StepResult has them, once it is settled
+    dropped: list[int] = field(default_factory=list)  # the plan's rows whose token does not count
+
+    def settle(self) -> None:
+        """Waits for the device, and gives the matchers what their rows drew: in the order of the
+        steps, once each."""
+        self.mark.wait()
+        if self.grammar_ends is not None:
+            return
+        tokens = self.tokens[self.places[self.constrained]].tolist()
+        ends, dropped = advance(self.matchers, tokens)
+        rows = self.rows.plan_rows[self.constrained]
+        self.grammar_ends = {int(rows[index]): message for index, message in ends.items()}
+        self.dropped = rows[dropped].tolist()
 
     def finish(self) -> StepResult:
         """Waits for the device, then tells what was drawn."""
-        self.mark.wait()
+        self.settle()
         n = len(self.drawing)
         tokens = np.zeros((n, 1), dtype=np.int32)
         accepted = np.zeros(n, dtype=np.int32)
         drawn = self.rows.plan_rows[self.drawing]
         tokens[drawn, 0] = self.tokens[self.places[self.drawing]]
         accepted[drawn] = 1
+        accepted[self.dropped] = 0
         return StepResult(
             self.step,
             tokens,
@@ -87,6 +108,7 @@ class Pending:
                 for row, (k, parts) in self.prompt_reports.items()
             },
             {row: vector.numpy() for row, vector in self.pooled.items()},
+            self.grammar_ends or {},
         )
 
 
@@ -99,8 +121,10 @@ class CudaRunner:
         path: Path,
         device: Device,
         load: Callable[[Path, EngineConfig, Progress, str], Model] = load_model,
+        grammars: Grammars | None = None,
     ) -> None:
         self.config = config
+        self.grammars = grammars
         self.path = path
         self.device = device
         self.load = load
@@ -153,7 +177,7 @@ class CudaRunner:
     def _reserve(self, sizes: Sizes, device: torch.device) -> None:
         """State and buffers of steps, with a cache of one block for the time being."""
         rows, vocab = sizes.max_num_seqs, self.model.spec.vocab_size
-        self.slots = Slots(rows, sizes.max_model_len, sizes.block_size, vocab)
+        self.slots = Slots(rows, sizes.max_model_len, sizes.block_size, vocab, self.grammars)
         tables = DeviceTables.allocate(
             rows, sizes.max_model_len, self.slots.max_blocks, vocab, device
         )
@@ -163,6 +187,8 @@ class CudaRunner:
         self.downloads = Downloads(padded, device)
         self.pools = Pools()
         self.graphs: Graphs | None = None
+        self.forwards: Graphs | None = None
+        self._unsettled: list[Pending] = []  # whose rows drew under grammars; oldest first
 
     def _profile(self, sizes: Sizes, memory: GpuMemory) -> GpuMemory:
         """Runs the largest steps; what they took stays with the allocator for those to come."""
@@ -197,6 +223,14 @@ class CudaRunner:
                 self.step.rehearse,
             )
             self.graphs.reserve(self._captured_first(sizes))
+            # Of steps whose draws wait for masks: captured as they come, in the same memory.
+            self.forwards = Graphs(
+                decode_sizes(sizes.max_num_seqs),
+                *_buffer_sizes(sizes),
+                self.step.compute_last,
+                self.step.rehearse,
+                self.graphs.pool,
+            )
         torch.cuda.synchronize()
 
     # ---- steps ----
@@ -234,29 +268,41 @@ class CudaRunner:
         scored = ((rows.flags & PROMPT_LOGPROBS) != 0).nonzero()[0]
         reporting = ((needs & LOGPROBS) != 0).nonzero()[0]
         pooling = ((rows.flags & POOL) != 0).nonzero()[0]
-        special = len(reporting) or len(scored) or len(pooling) or (needs & EDITS).any()
+        constrained = ((needs & GRAMMAR) != 0).nonzero()[0]
+        all_hidden = len(scored) or len(pooling)
+        special = all_hidden or len(reporting) or (needs & (EDITS | GRAMMAR)).any()
         common = not special
         decode = rows.decode_rows
         shape = Shape(decode, n - decode, plan.total_tokens - decode)
-        padded = self.graphs.fitting(shape) if self.graphs and common else None
+        graphs = self.graphs if common else None
+        if len(constrained) and not all_hidden:
+            graphs = self.forwards
+        padded = graphs.fitting(shape) if graphs else None
         places = self.step.stage(plan, rows, padded or shape)
         report: Report | None = None
         prompts: dict[int, tuple[int, list[Report]]] = {}
         pooled: dict[int, Tensor] = {}
-        if padded is not None and self.graphs is not None:
-            self.graphs.run(padded)
+        if padded is not None and graphs is not None:
+            graphs.run(padded)
+            last = self.step.last[: padded.num_rows]
         elif common:
             self.step.compute(shape)
+        elif graphs is not None:
+            last = self.step.forward(shape)
         else:
             hidden, last = self.step.forward_all(shape)
             prompts = self._score_prompts(rows, scored, hidden)
             pooled = self._pool_prompts(rows, pooling, hidden)
+        if not common:
+            if len(constrained):
+                self._send_masks(rows.slots[constrained], places[constrained], len(last))
             wanted = self.slots.logprobs[rows.slots[reporting]]
-            report = self.step.draw_reporting(last, reporting, wanted)
+            masked = len(constrained) > 0
+            report = self.step.draw_special(last, places[reporting], wanted, masked)
         tokens, mark = self.downloads.fetch(self.step.tokens[: (padded or shape).num_rows])
         ends = rows.starts + rows.num_tokens
         self.slots.length[rows.slots[drawing]] = ends[drawing] + 1
-        return Pending(
+        pending = Pending(
             plan.step,
             rows,
             drawing,
@@ -267,7 +313,21 @@ class CudaRunner:
             report,
             rows.plan_rows[reporting],
             pooled,
+            constrained,
+            self.slots.constraints.of(rows.slots[constrained].tolist()),
         )
+        if len(constrained):
+            self._unsettled.append(pending)
+        return pending
+
+    def _send_masks(self, slots: Int32, places: Int32, num_rows: int) -> None:
+        """For the rows that draw under grammars. Waits until what those drew before is known, while
+        the device computes this step's forward."""
+        for pending in self._unsettled:
+            pending.settle()
+        self._unsettled.clear()
+        self.slots.constraints.fill(slots.tolist())
+        self.step.send_masks(places, self.slots.constraints.masks[slots], num_rows)
 
     def _pool_prompts(
         self, rows: Rows, pooling: NDArray[np.int64], hidden: Tensor

@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.core.plan import SAMPLE, StepPlan
 from octavo.model.batch import ForwardBatch
 from octavo.model.decoder import Model
+from octavo.ops.triton.masks import keep_allowed
 from octavo.ops.triton.step import (
     BLOCK_INDEX,
     COUNT,
@@ -39,6 +40,7 @@ from octavo.worker.slots import Slots
 from octavo.worker.staging import Uploads
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 
 # Logits are computed for so many bytes of rows at a time.
 LOGITS_BYTES = 256 << 20
@@ -68,6 +70,14 @@ class DeviceStep:
         self.sampler = DeviceSampler(tables, slots, max_rows)
         self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.logit_rows = max(1, LOGITS_BYTES // (4 * slots.vocab_size))
+        # Of steps whose draws wait for masks: the hidden states that their forward leaves, and the
+        # row of ``_masks`` for each row of the step (-1: none), then those rows.
+        self.last = torch.zeros(max_rows, model.spec.hidden_size, dtype=model.dtype, device=device)
+        self._mask_words = -(-slots.vocab_size // 32)
+        self._masks = torch.zeros(
+            max_rows * (1 + self._mask_words), dtype=torch.int32, device=device
+        )
+        self._mask_uploads: Uploads | None = None  # made when the first masks come
         new_blocks = max_rows * slots.max_blocks
         self._buffers = StepBuffers.allocate(
             max_rows, max_tokens, slots.max_blocks, new_blocks, device
@@ -174,6 +184,10 @@ class DeviceStep:
             return self.model.forward_last(batch, self.cache)
         return self.model.forward(batch, self.cache)
 
+    def compute_last(self, shape: Shape) -> None:
+        """The forward alone of the staged rows, into ``last``."""
+        self.last[: shape.num_rows].copy_(self.forward(shape))
+
     def forward_all(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """Hidden states of all tokens, and of each row's last."""
         batch = self.begin(shape)
@@ -189,12 +203,21 @@ class DeviceStep:
             slots, positions = self.draw_columns(part)
             self.sampler.draw(logits, slots, positions, self.tokens[part])
 
-    def draw_reporting(
-        self, last: Tensor, reporting: NDArray[np.int64], wanted: Int32
+    def send_masks(self, places: Int32, masks: Int32, num_rows: int) -> None:
+        """Enqueues the upload of ``masks`` (int32 [k, words]) for the staged rows ``places``, of
+        ``num_rows``; ``draw_masked`` applies them."""
+        if self._mask_uploads is None:
+            self._mask_uploads = Uploads(len(self._masks), self._masks.device)
+        index = np.full(num_rows, -1, dtype=np.int32)
+        index[places] = np.arange(len(places))
+        self._mask_uploads.send(np.concatenate([index, masks.reshape(-1)]), self._masks)
+
+    def draw_special(
+        self, last: Tensor, reporting: Int64, wanted: Int32, masked: bool = False
     ) -> Report | None:
-        """``draw`` for steps without padding in which some rows have edits, or report
-        log-probabilities: the rows ``reporting``, ascending, and ``wanted`` alternatives of each.
-        """
+        """``draw`` for steps in which some rows have edits, or masks (``masked``: which have been
+        sent), or report log-probabilities: the rows ``reporting``, ascending, and ``wanted``
+        alternatives of each."""
         parts: list[tuple[Tensor, ...]] = []
         most = int(wanted.max()) if len(reporting) else 0
         for start in range(0, len(last), self.logit_rows):
@@ -204,6 +227,10 @@ class DeviceStep:
             index = torch.from_numpy(own).to(last.device, non_blocking=True)
             raw = logits[index]
             tokens = self.tokens[part]
+            if masked:
+                rows, words = len(last), self._mask_words
+                masks = self._masks[rows : rows * (1 + words)].view(rows, words)
+                keep_allowed(logits, self._masks[part], masks)
             self.sampler.draw_edited(logits, *self.draw_columns(part), tokens)
             if len(own):
                 parts.append(self.sampler.logprobs(raw, tokens[index], most))
@@ -241,7 +268,7 @@ class DeviceStep:
         last = self.model.forward(self.begin(shape), self.cache)
         hidden = last.new_zeros(max(num_tokens, num_rows), last.shape[1])
         everyone = np.arange(num_rows, dtype=np.int64)
-        self.draw_reporting(hidden[:num_rows], everyone, np.full(num_rows, k, dtype=np.int32))
+        self.draw_special(hidden[:num_rows], everyone, np.full(num_rows, k, dtype=np.int32))
         logits = self.model.logits(hidden[: self.logit_rows])
         self.sampler.logprobs(logits, self._buffers.token_ids[: len(logits)], k)
 

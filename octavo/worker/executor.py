@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from octavo.config import EngineConfig, prepare_torch
 from octavo.core.plan import StepPlan, StepResult
+from octavo.grammar.grammars import Grammars
 from octavo.types import Progress, StepFailed, StepProfile
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.tracing import Tracing
@@ -34,9 +35,10 @@ class UniExecutor:
 
     num_pending = 0
 
-    def __init__(self, config: EngineConfig, path: Path) -> None:
+    def __init__(self, config: EngineConfig, path: Path, grammars: Grammars | None = None) -> None:
         self._config = config
         self._path = path
+        self._grammars = grammars
         self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._tracing = Tracing(config.nvtx)
         self._results: queue.SimpleQueue[StepResult | StepFailed] = queue.SimpleQueue()
@@ -101,7 +103,7 @@ class UniExecutor:
 
     def _work(self, progress: Progress) -> None:
         try:
-            runner, info = start_runner(self._config, self._path, progress)
+            runner, info = start_runner(self._config, self._path, progress, self._grammars)
             self._tracing.prepare()
         except BaseException as error:
             self._started.put(error)
@@ -205,17 +207,17 @@ def columns(plan: StepPlan) -> str:
 
 
 def start_executor(
-    config: EngineConfig, path: Path, progress: Progress
+    config: EngineConfig, path: Path, progress: Progress, grammars: Grammars | None = None
 ) -> tuple[UniExecutor | CudaExecutor, WorkerInfo]:
-    """The executor of the device that is found, started. Raises ConfigError when the model cannot
-    be used."""
+    """The executor of the device that is found, started. ``grammars``: those of the requests it
+    will get. Raises ConfigError when the model cannot be used."""
     clock = PhaseClock(progress)
     clock.enter("import torch")
     prepare_torch()
     from octavo.worker.device import choose_device
 
     device = choose_device()
-    executor = _executor_on(device, config, path)
+    executor = _executor_on(device, config, path, grammars)
     imported = clock.finish()
     info = executor.start(progress)
     phases = {**imported, **info.startup_seconds}  # in the order in which they happened
@@ -223,20 +225,24 @@ def start_executor(
     return executor, replace(info, startup_seconds=phases, reasons=reasons)
 
 
-def _executor_on(device: Device, config: EngineConfig, path: Path) -> UniExecutor | CudaExecutor:
+def _executor_on(
+    device: Device, config: EngineConfig, path: Path, grammars: Grammars | None
+) -> UniExecutor | CudaExecutor:
     if device.kind == "cpu":
-        return UniExecutor(config, path)
+        return UniExecutor(config, path, grammars)
     from octavo.worker.cuda_runner import CudaRunner
 
     device.enter()
-    return CudaExecutor(CudaRunner(config, path, device), config.nvtx)
+    return CudaExecutor(CudaRunner(config, path, device, grammars=grammars), config.nvtx)
 
 
-def start_runner(config: EngineConfig, path: Path, progress: Progress) -> tuple[Runner, WorkerInfo]:
+def start_runner(
+    config: EngineConfig, path: Path, progress: Progress, grammars: Grammars | None = None
+) -> tuple[Runner, WorkerInfo]:
     """A started CPU runner; its thread must be the one that executes (torch's thread count is
     its)."""
     prepare_torch()
     from octavo.worker.runner import Runner
 
-    runner = Runner(config, path)
+    runner = Runner(config, path, grammars=grammars)
     return runner, runner.start(progress)

@@ -12,6 +12,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -102,12 +103,14 @@ class Graphs:
         max_tokens: int,
         record: Callable[[Shape], None],
         rehearse: Callable[[Shape], None],
+        pool: Any = None,
     ) -> None:
+        """``pool``: that of other graphs, which are never replayed at the same time."""
         self._record = record
         self._rehearse = rehearse
         self._max_rows = max_rows
         self._max_tokens = max_tokens
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._stream = capture_stream(torch.cuda.current_device())
         self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._failed: set[Shape] = set()
@@ -171,7 +174,7 @@ class Graphs:
             self._pending.remove(shape.decode_rows)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 if first:
                     reserve_small_tensors()

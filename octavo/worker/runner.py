@@ -12,10 +12,12 @@ from torch import Tensor
 
 from octavo.config import EngineConfig, available_cores, available_memory
 from octavo.core.plan import SAMPLE, NewRequest, StepPlan, StepResult
+from octavo.grammar.grammars import Grammars
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
+from octavo.worker.constraints import advance
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.memory import plan_memory
 from octavo.worker.pooling import Pools
@@ -37,8 +39,10 @@ class Runner:
         config: EngineConfig,
         path: Path,
         load: Callable[[Path, EngineConfig, Progress], Model] = load_model,
+        grammars: Grammars | None = None,
     ) -> None:
         self.config = config
+        self.grammars = grammars
         self.path = path
         self.load = load
 
@@ -99,7 +103,7 @@ class Runner:
         rows, tokens = memory.max_num_seqs, memory.max_num_batched_tokens
         vocab = self.model.spec.vocab_size
         self.cache = self.model.allocate_cache(memory.num_blocks, memory.block_size)
-        self.slots = Slots(rows, memory.max_model_len, memory.block_size, vocab)
+        self.slots = Slots(rows, memory.max_model_len, memory.block_size, vocab, self.grammars)
         self.batches = batches.BatchBuilder(self.slots, max(rows, tokens), rows)
         self.sampler = Sampler(self.slots)
         self.pools = Pools()
@@ -132,13 +136,25 @@ class Runner:
         if not self.slots.needs[slots].any():
             drawn = only_tokens(torch.cat([self.model.most_likely(last[part]) for part in parts]))
         else:
+            if self.slots.constraints:
+                self.slots.constraints.fill(slots.tolist())
             drawn = join([self._sample(batch, last, slots, part) for part in parts])
         self.slots.append(slots, batch.draw_positions, drawn.tokens)
         rows = batch.plan_rows[batch.drawing]
         result.tokens[rows, 0] = drawn.tokens.numpy()
         result.num_accepted[rows] = 1
+        if self.slots.constraints:
+            self._advance_grammars(slots, rows, drawn.tokens, result)
         result.logprob_rows = rows[drawn.rows].astype(np.int32)
         result.logprobs = drawn.logprobs
+
+    def _advance_grammars(
+        self, slots: np.ndarray, rows: np.ndarray, tokens: Tensor, result: StepResult
+    ) -> None:
+        """rows: the plan's rows of ``slots``, which drew ``tokens``."""
+        ends, dropped = advance(self.slots.constraints.of(slots.tolist()), tokens.tolist())
+        result.grammar_ends = {int(rows[index]): message for index, message in ends.items()}
+        result.num_accepted[rows[dropped]] = 0
 
     def _sample(
         self, batch: batches.StepBatch, last: Tensor, slots: np.ndarray, part: slice

@@ -16,8 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import Logprobs
-from octavo.ops import sampling
-from octavo.ops.needs import EDITS, LOGPROBS, MIN_P, PENALTIES, RANDOM, TOP_K, TOP_P, TRUNCATION
+from octavo.ops import masks, sampling
+from octavo.ops.needs import (
+    EDITS,
+    GRAMMAR,
+    LOGPROBS,
+    MIN_P,
+    PENALTIES,
+    RANDOM,
+    TOP_K,
+    TOP_P,
+    TRUNCATION,
+)
 from octavo.worker.slots import Slots
 
 Int32 = NDArray[np.int32]
@@ -63,7 +73,8 @@ class Sampler:
         self.slots = slots
 
     def sample(self, logits: Tensor, slots: Int32, positions: Int32) -> Drawn:
-        """Draws the tokens at ``positions`` of ``slots``. logits: float32 [r, V], overwritten."""
+        """Draws the tokens at ``positions`` of ``slots``, whose masks are filled where they have a
+        grammar. logits: float32 [r, V], overwritten."""
         needs = self.slots.needs[slots]
         if not needs.any():
             return only_tokens(sampling.most_likely(logits))
@@ -77,6 +88,8 @@ class Sampler:
         asked = int(np.bitwise_or.reduce(needs))
         reporting = (needs & LOGPROBS).nonzero()[0]
         raw = logits[_index(reporting)].log_softmax(-1) if len(reporting) else None
+        if asked & GRAMMAR:
+            self._constrain(logits, slots, (needs & GRAMMAR).nonzero()[0])
         if asked & EDITS:
             self._edit(logits, slots, positions, (needs & EDITS).nonzero()[0])
         if asked & PENALTIES:
@@ -162,6 +175,13 @@ class Sampler:
             )
 
         _in_place(logits, rows, apply)
+
+    def _constrain(self, logits: Tensor, slots: Int32, rows: Int64) -> None:
+        """Bans what the grammars do not allow. No later step gives a banned id back."""
+        index = torch.full((len(slots),), -1, dtype=torch.int64)
+        index[_index(rows)] = torch.arange(len(rows))
+        allowed = torch.from_numpy(self.slots.constraints.masks[slots[rows]])
+        masks.keep_allowed(logits, index, allowed)
 
     def _edit(self, logits: Tensor, slots: Int32, positions: Int32, rows: Int64) -> None:
         """Allowed ids, bad words, min_tokens and logit_bias. A row that would have no token left

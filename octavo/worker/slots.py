@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import SAMPLE, NewRequest, StepPlan
-from octavo.ops.needs import EDITS, LOGPROBS, MIN_P, PENALTIES, RANDOM, TOP_K, TOP_P
+from octavo.grammar.grammars import Grammars
+from octavo.ops.needs import EDITS, GRAMMAR, LOGPROBS, MIN_P, PENALTIES, RANDOM, TOP_K, TOP_P
 from octavo.types import Pooling, SamplingParams
+from octavo.worker.constraints import Constraints
 
 # Temperatures below this draw the most likely token. Above 1e-5, where greedy begins by definition,
 # the exact law differs from it only for logits closer than about 0.01 (docs/sampling.md).
@@ -50,7 +52,14 @@ class Slots:
     Invariant: a row of a plan only reads tokens before ``length`` and blocks before ``num_blocks``.
     """
 
-    def __init__(self, max_slots: int, max_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        max_slots: int,
+        max_len: int,
+        block_size: int,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.max_slots = max_slots
         self.max_len = max_len
         self.block_size = block_size
@@ -89,6 +98,7 @@ class Slots:
         self.prompt_logprobs = column(np.int32)
         self.edits: dict[int, Edits] = {}
         self.pooling: dict[int, Pooling] = {}  # of slots whose prompt's vector is wanted
+        self.constraints = Constraints(max_slots, vocab_size, grammars)
 
     def apply(self, plan: StepPlan) -> None:
         """Frees slots, places new requests and sets block table entries, in this order.
@@ -131,10 +141,11 @@ class Slots:
         self.length[slots] = 0
         self.num_blocks[slots] = 0
         self.needs[slots] = 0
-        if self.edits or self.pooling:
+        if self.edits or self.pooling or self.constraints:
             for slot in slots.tolist():
                 self.edits.pop(slot, None)
                 self.pooling.pop(slot, None)
+                self.constraints.free(slot)
 
     def _place(self, new: NewRequest, ids: NDArray[np.int32]) -> None:
         slot, params = new.slot, new.params
@@ -161,6 +172,9 @@ class Slots:
         if edits is not None:
             self.edits[slot] = edits
         self.needs[slot] = self._needs(params, edits is not None)
+        if new.grammar:
+            self.needs[slot] |= GRAMMAR
+            self.constraints.place(new, ids)
         if self.needs[slot] & PENALTIES:
             self._count(slot, ids[: new.prompt_len], ids[new.prompt_len :])
 

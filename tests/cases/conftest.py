@@ -31,6 +31,11 @@ def alive(running: Server) -> Iterator[Server]:
     assert running.client.get("/health").status_code == 200
 
 
+@pytest.fixture(autouse=True)
+def _small_kernels(one_thread: None) -> None:
+    """Of the oracle."""
+
+
 @pytest.fixture
 def random_model(server_r: Server) -> Iterator[Server]:
     """R, with room for all."""

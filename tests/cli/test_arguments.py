@@ -42,6 +42,7 @@ VLLM_FLAGS = """
 --enable-request-id-headers | --enable-prompt-tokens-details | --enable-force-include-usage
 --shutdown-timeout 5 | --drain-timeout 5 | --max-num-queued-reqs 9 | --max-num-queued-tokens 10k
 --max-queue-wait 3 | --allow-special-tokens-in-content | --hf-overrides {"rope_theta":1e6}
+--structured-outputs-config {"backend":"auto"}
 --middleware a.B c.d | --revision main | --async-scheduling | --no-async-scheduling
 --deterministic
 """
@@ -49,7 +50,7 @@ LATER_FLAGS = """
 --nnodes 2 | -n 2 | --node-rank 1 | -r 1 | --master-addr h | --master-port 29501
 --data-parallel-backend ray | -dpb ray | --quantization-fp8-dynamic
 --speculative-config {} | -sc {} | --spec-method ngram | --spec-model m | --spec-tokens 5
---speculative-model [ngram] | --num-speculative-tokens 5 | --structured-outputs-config {}
+--speculative-model [ngram] | --num-speculative-tokens 5
 --api-server-count 2 | --headless | --otlp-traces-endpoint e
 """
 RETIRED = """

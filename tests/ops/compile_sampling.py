@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from octavo.ops.triton import edits, sampling
+from octavo.ops.triton import edits, masks, sampling
 from octavo.worker.device_tables import DeviceTables
 from tests.fixtures.triton_aot import described, recorded
 
@@ -24,6 +24,8 @@ def main() -> None:
             scratch = sampling.Scratch.allocate(256, vocab, device)
             sampling.draw(*columns, slots, *parameters, scratch)
             edits.edit(*columns, tables.params_i, tables.edits, tables.history)
+            words = torch.empty(rows, -(-vocab // 32), dtype=torch.int32, device=device)
+            masks.keep_allowed(logits, slots, words)
     for launch in launches:
         row = described(launch) | {"vocab": launch.arguments["vocab"]}
         print(json.dumps(row), flush=True)

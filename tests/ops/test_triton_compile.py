@@ -45,12 +45,13 @@ def test_launches_compile_for_hopper_without_spills(tmp_path):
 @pytest.mark.slow
 def test_the_sampler_compiles_for_hopper(tmp_path):
     rows = compiled("tests.ops.compile_sampling", tmp_path)
-    assert {row["name"] for row in rows} == {"_scan", "collect", "settle", "_edit"}
+    assert {row["name"] for row in rows} == {"_scan", "collect", "settle", "_edit", "_keep_allowed"}
     for row in rows:
         # The search of a whole row sums eight pivots in registers and spills a few beside them.
         assert row["stack"] <= (160 if row["name"] == "settle" else 0), row
         assert row["shared"] <= SHARED_MEMORY and row["waits"] == row["pdl"], row
-        assert row["wide_loads"] > 0 or row["vocab"] % 16, row
+        narrow = row["name"] == "_keep_allowed"  # 32 logits share a word, which is all it loads
+        assert row["wide_loads"] > 0 or row["vocab"] % 16 or narrow, row
 
 
 @pytest.mark.slow

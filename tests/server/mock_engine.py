@@ -27,6 +27,7 @@ from octavo.engine import messages as m
 from octavo.types import FinishReason, RequestTimings
 
 BOS, EOS, VOCAB = 256, 257, 260
+FIRST_MARK = 258  # the first of the further control tokens that a server may have
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Options:
     max_num_seqs: int = 8
     max_model_len: int = 512
     num_blocks: int = 64
+    vocab_size: int = VOCAB
     fail: str = ""  # end loading with this user error
     crash: bool = False  # exit 3 while loading
     reject: str = ""  # reject every request with this message
@@ -88,8 +90,8 @@ class MockEngine:
             m.Ready(
                 m.EngineInfo(
                     model="mock", architecture="mock", dtype="float32", device="cpu", threads=1,
-                    vocab_size=VOCAB, max_model_len=o.max_model_len, eos_ids=[EOS], block_size=16,
-                    num_blocks=o.num_blocks, kv_cache_bytes=1, weight_bytes=1,
+                    vocab_size=o.vocab_size, max_model_len=o.max_model_len, eos_ids=[EOS],
+                    block_size=16, num_blocks=o.num_blocks, kv_cache_bytes=1, weight_bytes=1,
                     max_num_seqs=o.max_num_seqs, max_num_batched_tokens=256, implementations={},
                     startup_seconds={"weights": o.load_seconds}, reasons={"dtype": "mock"},
                     default_sampling=o.default_sampling, hidden_size=4,
@@ -138,6 +140,10 @@ class MockEngine:
             text = bytes(i for i in ids if i < 256)
             endless = b"say:" not in text
             script = [*text.rpartition(b"say:")[2].partition(b"\n")[0], EOS]
+            # Control characters stand for line breaks (0x01) and control tokens (from 0x0e).
+            script = [
+                10 if i == 1 else i - 0xE + FIRST_MARK if 0xE <= i < 32 else i for i in script
+            ]
             if b"tenant?" in text:
                 endless, script = False, [*b"%b %.1f" % (request.tenant, request.weight), EOS]
             if request.params.prompt_logprobs is not None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,24 @@ TEMPLATE = (
 )
 
 
-def write_byte_tokenizer(directory: Path, bos: bool, template: str | None) -> None:
+def write_byte_tokenizer(
+    directory: Path, bos: bool, template: str | None, marks: Sequence[str] = ()
+) -> None:
     from tests.fixtures.tokenizers import byte_alphabet, tokenizer_json, write_tokenizer
 
     alphabet = byte_alphabet()
     vocab = {alphabet[byte]: byte for byte in range(256)}
-    specials = {"<s>": 256, "</s>": 257}
+    specials = {"<s>": 256, "</s>": 257, **{mark: 258 + i for i, mark in enumerate(marks)}}
     content = tokenizer_json(specials, vocab, [], bos="<s>" if bos else None)
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     write_tokenizer(directory, content, settings)
+
+
+def said(text: str, marks: Sequence[str] = ()) -> str:
+    """What a prompt has after ``say:`` for the engine to answer with ``text``."""
+    for index, mark in enumerate(marks):
+        text = text.replace(mark, chr(0xE + index))
+    return text.replace("\n", "\x01")
 
 
 class MockServer:
@@ -116,13 +125,15 @@ def start(
     bos: bool = True,
     template: str | None = TEMPLATE,
     ready: bool = True,
+    marks: Sequence[str] = (),
 ) -> Iterator[MockServer]:
+    """``marks``: further control tokens; ``said`` has the engine say them."""
     port = free_port()
     with tempfile.TemporaryDirectory() as directory:
-        write_byte_tokenizer(Path(directory), bos, template)
+        write_byte_tokenizer(Path(directory), bos, template, marks)
         settings = {
             "path": directory,
-            "engine": engine or {},
+            "engine": {"vocab_size": 260 + len(marks), **(engine or {})},
             "server": {"port": port, **(server or {})},
             "scheduler": scheduler or {},
             "model": model or {},

@@ -98,7 +98,7 @@ def test_more_inputs_than_the_engine_runs_or_queues():
         ({"input": []}, "input", "empty list"),
         ({"input": [[]]}, "input", "the prompt is empty"),
         ({"input": [260]}, "input", "outside the vocabulary"),
-        ({"input": [5] * 513}, "input", "513 tokens, this model's length is 512"),
+        ({"input": [5] * 513}, "input", "513 tokens, this model's maximum context length is 512"),
         ({"input": ["a"] * 2049}, "input", "2049 inputs; at most 2048"),
         ({"input": 7}, "input", "a list of token id lists"),
         ({"input": "a", "dimensions": 2}, "dimensions", "have 4 values"),
@@ -201,3 +201,19 @@ def test_vectors_are_the_hidden_states_of_the_last_token(server_r, model_r):
     (entry,) = server_r.client.post(PATH, json=body).json()["data"]
     mean = oracle(model_r).hidden(prompts[2]).mean(0).numpy()
     np.testing.assert_allclose(entry["embedding"], mean, rtol=0, atol=1e-4)
+
+
+def test_salt_request_id_and_timeout(server_r):
+    prompt = np.random.default_rng(77).integers(5, 300, size=80).tolist()
+
+    def cached(**body):
+        answer = server_r.client.post(PATH, json={"input": prompt, **body}).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached() == 0 and cached() >= 79 - 16
+    assert cached(cache_salt="apart") == 0
+    answer = server_r.client.post(PATH, json={"input": prompt, "request_id": "mine"}).json()
+    assert answer["id"] == "embd-mine"
+    late = server_r.client.post(PATH, json={"input": [prompt] * 500, "timeout": 0.01})
+    assert late.status_code == 408 and "0.01 s" in late.json()["error"]["message"]
+    server_r.wait_idle()

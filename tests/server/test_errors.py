@@ -26,8 +26,10 @@ OUT_OF_RANGE = [
     ("allowed_token_ids", []), ("allowed_token_ids", [2**40]), ("prompt_logprobs", 21),
     ("truncate_prompt_tokens", 0), ("priority", 3), ("priority", 2**40), ("request_id", "a\nb"),
     ("cache_salt", ""), ("stream", "yes"), ("stream_options", {"include_usage": True}),
-    ("guided_json", {"type": "object"}), ("guided_regex", "a"), ("guided_choice", ["a"]),
-    ("structured_outputs", {"json": {}}), ("response_format", {"type": "json_object"}),
+    ("guided_json", {"type": 7}), ("guided_regex", "([a"), ("guided_choice", [""]),
+    ("guided_grammar", "root ::= 1"), ("guided_decoding_backend", "outlines"),
+    ("structured_outputs", {"regex": "a", "json": {}}), ("structured_outputs", {}),
+    ("response_format", {"type": "json_schema"}), ("response_format", {"type": "yaml"}),
     ("early_stopping", True), ("length_penalty", 2.0), ("store", True), ("service_tier", "flex"),
     ("chat_template", "{{ x }}"), ("no_such_field", 1),
     ("n", 2**64 - 1), ("stop", ["ab"] * 1025), ("stop", ["a" * 65537]), ("bad_words", ["a"] * 1025),
@@ -129,10 +131,17 @@ def test_length_is_refused_at_the_exact_boundary_with_both_numbers(server):
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert "509" in message and "512" in message
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
     for length in (511, 512, 5120):
         answer = server.post("/v1/completions", prompt="a" * length, max_tokens=1)
         assert answer.status_code == 400
         assert str(length + 1) in answer.json()["error"]["message"]
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+    answer = server.post("/v1/completions", prompt="a", max_tokens=512)  # no prompt is short enough
+    assert answer.json()["error"]["code"] == "invalid_request"
+    long = [{"role": "user", "content": "a" * 600}]
+    answer = server.post("/v1/chat/completions", messages=long)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
     truncated = server.complete("a" * 5120, max_tokens=4, truncate_prompt_tokens=100)
     assert truncated["usage"]["prompt_tokens"] == 100
 
@@ -146,6 +155,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(server):
     ):
         error = server.post(route, **body).json()["error"]
         assert error["param"] == param
+        assert error["code"] == "context_length_exceeded"
         assert "at least 1250000 tokens" in error["message"] and "512" in error["message"]
     assert time.monotonic() - begin < 2
 
@@ -175,8 +185,9 @@ def test_chat_names_the_fields_it_was_sent(server):
 @pytest.mark.parametrize(
     "fields, says",
     [
-        ({"response_format": {"type": "json_object"}}, "structured output is not in this version"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "not in this version"),
+        ({"response_format": {"type": "json_schema"}}, "of type json_schema needs json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}},
+         "response_format.json_schema.schema"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs asks for 21"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          "messages.0.content.0.type is 'image_url': only text is served in this version"),
@@ -246,8 +257,8 @@ def test_lenient_server_lists_unknown_fields_as_warnings():
         assert answer["choices"][0]["text"] == "x"
         assert len(answer["warnings"]) == 2
         assert "did you mean 'temperature'" in answer["warnings"][1]
-        events = server.events("/v1/completions", prompt="say:x", guided_regex="a")
-        assert "structured output" in events[-1]["warnings"][0]
+        events = server.events("/v1/completions", prompt="say:x", guided_decoding_backend="x")
+        assert "llguidance" in events[-1]["warnings"][0]
 
 
 def test_empty_prompt_depends_on_bos(server):

@@ -12,6 +12,7 @@ import torch
 
 from octavo.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.grammar.grammars import Grammars
 from octavo.worker import graphs
 from octavo.worker.device import Device
 from octavo.worker.graphs import Graphs, Shape, decode_sizes, largest_shapes
@@ -36,6 +37,7 @@ class FakeGraph:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.shapes: list[Shape] = []
+        self.steps: list[Callable[[], None]] = []
         self.num_replays = 0
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
@@ -49,8 +51,8 @@ class FakeGraph:
     def replay(self) -> None:
         assert self.cuda.capturing is None
         self.num_replays += 1
-        for shape in self.shapes:
-            self.cuda.compute(shape)
+        for step in self.steps:
+            step()
 
 
 class FakeCuda:
@@ -79,15 +81,24 @@ class FakeCuda:
 
     def record(self, shape: Shape) -> None:
         """To be given to Graphs in place of a device's ``compute``."""
-        if self.capturing is None:
-            self.eager.append(shape)
-            self.compute(shape)
-        elif self.fail:
-            self.fail = False
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        else:
-            self.captured.append(shape)
-            self.capturing.shapes.append(shape)
+        self.recorder(self.compute)(shape)
+
+    def recorder(self, compute: Callable[[Shape], None]) -> Callable[[Shape], None]:
+        """In place of another function of a device's."""
+
+        def record(shape: Shape) -> None:
+            if self.capturing is None:
+                self.eager.append(shape)
+                compute(shape)
+            elif self.fail:
+                self.fail = False
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            else:
+                self.captured.append(shape)
+                self.capturing.shapes.append(shape)
+                self.capturing.steps.append(lambda: compute(shape))
+
+        return record
 
     def _graph(self) -> FakeGraph:
         self.graphs.append(FakeGraph(self))
@@ -107,12 +118,13 @@ class Interpreted:
         monkeypatch: pytest.MonkeyPatch | None = None,
         max_num_seqs: int = 8,
         max_tokens: int = 64,
+        grammars: Grammars | None = None,
     ) -> None:
         from octavo.ops.triton.sampling import Scratch
         from octavo.worker.cuda_runner import CudaRunner, _buffer_sizes
 
         self.model: Any = SumModel()
-        self.gpu = CudaRunner(config(), Path("none"), Device("cpu", ""))
+        self.gpu = CudaRunner(config(), Path("none"), Device("cpu", ""), grammars=grammars)
         self.gpu.model = self.model
         sizes = Sizes(BLOCK, max_num_seqs, max_tokens, MAX_LEN, MAX_LEN, False)
         self.gpu._reserve(sizes, CPU)
@@ -129,6 +141,19 @@ class Interpreted:
                 decode_sizes(max_num_seqs), *buffers, self.cuda.record, step.rehearse
             )
             self.gpu.graphs.reserve(largest_shapes(max_num_seqs, *buffers))
+            self.gpu.forwards = Graphs(
+                decode_sizes(max_num_seqs),
+                *buffers,
+                self.cuda.recorder(step.compute_last),
+                step.rehearse,
+                self.gpu.graphs.pool,
+            )
+
+    @property
+    def forward_graphs(self) -> list[FakeGraph]:
+        """Captured ones of steps whose draws wait for masks."""
+        assert self.gpu.forwards is not None
+        return list(self.gpu.forwards._captured.values())  # type: ignore[misc]
 
     @property
     def logit_rows(self) -> int:

@@ -89,7 +89,9 @@ class SumModel:
         random = np.random.default_rng(0)
         self.embedding = torch.tensor(random.integers(-8, 9, (self.vocab, self.width))).float()
         self.head = torch.tensor(random.integers(-8, 9, (self.width, self.vocab))).float()
-        self.spec = SimpleNamespace(architecture="sum", vocab_size=self.vocab, max_position=256)
+        self.spec = SimpleNamespace(
+            architecture="sum", vocab_size=self.vocab, max_position=256, hidden_size=self.width
+        )
         self.dtype = torch.float32
         self.weight_bytes = 4 * self.embedding.numel()
         self.implementations = {"attention": "sum"}

@@ -28,6 +28,7 @@ class Marks:
         text unless a client wants them."""
         self._chars: dict[str, str] = {}
         self.tokens: dict[int, str] = {}  # id -> the character that stands for it
+        self.ids: dict[str, int] = {}  # text -> id, of marks that are tokens
         self._special: set[str] = set()
         self.watch = lru_cache(maxsize=None)(self._watch)
         for text in dict.fromkeys(texts):
@@ -35,6 +36,7 @@ class Marks:
             if index is not None:
                 char = self.tokens.setdefault(index, chr(_FIRST + len(self.tokens)))
                 self._chars[text] = char
+                self.ids[text] = index
                 if index in special:
                     self._special.add(char)
 
@@ -42,7 +44,7 @@ class Marks:
         return self._chars.get(text, text)
 
     def is_token(self, text: str) -> bool:
-        return text in self._chars
+        return text in self.ids
 
     def _watch(self, *texts: str) -> Watch:
         return Watch([self(text) for text in texts])

@@ -40,10 +40,11 @@ class OpenAI(Format):
         watch = self.marks.watch(MESSAGE, END, RETURN, CALL, START)
         found = yield from self.source.until(watch, parts.append)
         header = "".join(parts)
-        if found is None and self.marks.is_token(START) and len(header) <= _MOST_OF_HEADER:
-            return None  # an answer cut off inside a header: no text of it is lost
         if found != self.marks(MESSAGE):
-            self.sink.content(header)
+            text = header.removeprefix(self.marks(START)).removeprefix("assistant")
+            is_header = self.marks.is_token(CHANNEL) and self.marks(CHANNEL) in text
+            if not is_header or len(text) > _MOST_OF_HEADER:
+                self.sink.content(text)  # else it was cut off, and none of it was an answer's
             return found
         _, _, after = header.rpartition(self.marks(CHANNEL))
         channel = _CHANNEL.match(after)

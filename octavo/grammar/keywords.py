@@ -1,0 +1,86 @@
+"""Which keywords of JSON Schema are enforced. llguidance refuses those that it knows and has not
+implemented, but passes over any other word: a misspelt one would silently constrain nothing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from octavo.types import InvalidRequest
+
+# Enforced by llguidance, or refused by it with a message of its own.
+ENFORCED = {
+    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
+    *("properties", "required", "additionalProperties", "patternProperties"),
+    *("minProperties", "maxProperties"),
+    *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+    *("pattern", "minLength", "maxLength", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+# Say nothing about which values are valid.
+ANNOTATIONS = {
+    *("$schema", "$id", "id", "$comment", "$anchor", "title", "description", "default", "examples"),
+    *("example", "deprecated", "readOnly", "writeOnly", "discriminator", "externalDocs", "xml"),
+}
+# Part of JSON Schema, and not enforced.
+UNSUPPORTED = {
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
+    *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("unevaluatedProperties", "unevaluatedItems", "contentEncoding", "contentMediaType"),
+    *("contentSchema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
+    *("$vocabulary", "nullable"),
+}
+# Keywords whose values are schemas.
+MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+SINGLE = ("items", "additionalProperties", "additionalItems")
+
+
+def check_keywords(schema: Any, field: str) -> None:
+    """Raises InvalidRequest, naming the place, for a keyword that would constrain nothing, and for
+    what stands in a schema's place and is none. Other values are left to llguidance, which refuses
+    those that are not as they must be.
+    """
+    pending = [(schema, "")]
+    while pending:
+        node, path = pending.pop()
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, dict):
+            raise InvalidRequest(
+                f"{field}{path} is {_shown(node)}; a schema is an object, true or false", field
+            )
+        for word in node:
+            if word not in ENFORCED and word not in ANNOTATIONS and not word.startswith("x-"):
+                raise InvalidRequest(f"{field}{path}: {_why_not(word)}", field)
+        if "x-guidance" in node:
+            raise InvalidRequest(f"{field}{path}: x-guidance cannot be set in a schema", field)
+        pending += _subschemas(node, path)
+
+
+def _subschemas(node: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
+    for word in MAPS:
+        if isinstance(node.get(word), dict):
+            yield from ((value, f"{path}.{word}.{name}") for name, value in node[word].items())
+    for word in LISTS:
+        if isinstance(node.get(word), list):
+            yield from ((value, f"{path}.{word}[{i}]") for i, value in enumerate(node[word]))
+    for word in SINGLE:
+        if word in node and not isinstance(node[word], list):
+            yield node[word], f"{path}.{word}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]} …"
+
+
+def _why_not(word: str) -> str:
+    if word == "nullable":
+        return 'keyword \'nullable\' is OpenAPI\'s; write "type": ["…", "null"]'
+    if word in UNSUPPORTED:
+        return f"keyword {word!r} cannot be enforced; leave it out, and check it yourself"
+    near = difflib.get_close_matches(word, ENFORCED, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{word!r} is no keyword of JSON Schema{hint}"

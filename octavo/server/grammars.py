@@ -1,0 +1,140 @@
+"""Constraints of requests, checked before anything is queued: in a process of their own, which a
+grammar that takes too much time or memory, or breaks the compiler, cannot survive alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from octavo.config import child_environment
+from octavo.grammar.checker import CPU_SECONDS, MEMORY_BYTES
+from octavo.grammar.compile import grammar_text
+from octavo.grammar.vocabulary import Vocabulary
+from octavo.types import InvalidRequest, QueueFull, StructuredOutputsParams
+
+CHECKER_MODULE = "octavo.grammar.checker"
+WALL_SECONDS = (
+    5.0  # the processor's time is limited in the checker: this is for a machine at a loss
+)
+TOO_LONG = f"it took longer than {WALL_SECONDS:g} s to compile"
+MOST_WAITING = 64  # grammars that may wait for the checker
+MOST_KNOWN = 512  # verdicts that are remembered
+
+
+class GrammarChecker:
+    """One server's; its process starts with the first grammar. ``vocabulary`` and ``special`` (the
+    id of each special token) are asked for only then."""
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        special: Callable[[], dict[str, int]],
+        disable_any_whitespace: bool = False,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._special = special
+        self._disable_any_whitespace = disable_any_whitespace
+        self._process: asyncio.subprocess.Process | None = None
+        self._next: asyncio.Task[None] | None = None  # starts another one
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._known: OrderedDict[str, str] = OrderedDict()  # grammar -> its problem, or ""
+
+    async def text(self, params: StructuredOutputsParams) -> str:
+        """The grammar of these parameters, known to compile. Raises InvalidRequest naming
+        ``structured_outputs.FIELD``, or QueueFull."""
+        special, tight = self._special(), self._disable_any_whitespace
+        text = await asyncio.to_thread(grammar_text, params, special, tight)
+        problem = self._known.get(text)
+        if problem is None:
+            problem = await self._ask(text)
+            if problem != TOO_LONG:  # which says more about the machine than about the grammar
+                self._known[text] = problem
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(text)
+        if problem:
+            field = f"structured_outputs.{params.kind}"
+            raise InvalidRequest(f"{field}: {problem}", field)
+        return text
+
+    async def close(self) -> None:
+        """Ends the checker."""
+        if self._next is not None:
+            await asyncio.gather(self._next, return_exceptions=True)
+        await self._end()
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _ask(self, text: str) -> str:
+        if self._num_waiting >= MOST_WAITING:
+            raise QueueFull(
+                f"{self._num_waiting} grammars are waiting to be checked; try again later"
+            )
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                return await self._answer(text)
+        finally:
+            self._num_waiting -= 1
+
+    async def _answer(self, text: str) -> str:
+        """Of the checker, which is started again after one that it did not survive."""
+        if self._next is not None:
+            await asyncio.gather(self._next, return_exceptions=True)
+            self._next = None
+        if self._process is None or self._process.returncode is not None:
+            await self._start()
+        assert self._process is not None
+        assert self._process.stdout is not None
+        done = False
+        try:
+            self._write(text.encode())
+            async with asyncio.timeout(WALL_SECONDS):
+                size = int.from_bytes(await self._process.stdout.readexactly(4), "little")
+                answer = (await self._process.stdout.readexactly(size)).decode()
+            done = True
+            return answer
+        except TimeoutError:
+            return TOO_LONG
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return (
+                f"compiling it takes more than {CPU_SECONDS:g} s or "
+                f"{MEMORY_BYTES >> 20} MiB, or nests too deeply: simplify it"
+            )
+        finally:
+            if not done:  # cancelled ones too: the next must not read this one's answer
+                self._next = asyncio.create_task(self._start_again())
+
+    async def _start_again(self) -> None:
+        await self._end()
+        await self._start()
+
+    async def _start(self) -> None:
+        vocabulary = await asyncio.to_thread(lambda: msgspec.msgpack.encode(self._vocabulary()))
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            CHECKER_MODULE,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=child_environment(1),
+            start_new_session=True,
+        )
+        self._write(vocabulary)
+
+    def _write(self, data: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(data).to_bytes(4, "little") + data)
