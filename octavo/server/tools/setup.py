@@ -14,12 +14,11 @@ from octavo.server.protocol import ChatRequest
 from octavo.server.tools.constraints import forced, free, thought_json
 from octavo.server.tools.format import Format, Tools
 from octavo.server.tools.generic import Json
-from octavo.server.tools.lark import Lark, closed
 from octavo.server.tools.marks import Marks
 from octavo.server.tools.openai import CHANNEL, MESSAGE, START, OpenAI
 from octavo.server.tools.parser import AnswerParser
-from octavo.server.tools.python_grammar import python_arguments
 from octavo.server.tools.pythonic import Pythonic
+from octavo.server.tools.qwen3_coder import Qwen3Coder
 from octavo.server.tools.reasoning import Reasons
 from octavo.server.tools.registry import FORMATS, REASONING, detected
 from octavo.server.tools.requests import ToolUse
@@ -158,7 +157,7 @@ class Parsing:
         kind = self._plain
         if use.calls:
             kind = self.format or (OpenAI if self._plain is OpenAI else Json)
-            if use.forced and kind is Pythonic and not _enforceable(use):
+            if use.forced and kind in (Pythonic, Qwen3Coder) and not _enforceable(kind, use):
                 kind = Json
         if kind is Format and self.reasoning is None:
             return None
@@ -255,11 +254,10 @@ def _schema(sent: StructuredOutputsParams | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _enforceable(use: ToolUse) -> bool:
-    """Whether all functions' schemas can be held to in Python."""
+def _enforceable(kind: type[Format], use: ToolUse) -> bool:
+    """Whether calls can be held to all functions' schemas in this format."""
     try:
-        for function in use.functions:
-            python_arguments(Lark(Marks(())), closed(function.parameters, function.strict))
+        forced(kind, Marks(()), use, "")
     except InvalidRequest:
         return False
     return True
