@@ -12,7 +12,6 @@ from octavo.engine.streams import StepEvents
 from octavo.server.auth import Receive
 from octavo.server.generation import Ask, Choice, Generation, Piece, Prompt
 from octavo.server.state import ServerState
-from octavo.server.submission import Submission
 from octavo.text.output import stop_string_in
 from octavo.types import BeamSearchParams
 
@@ -26,7 +25,6 @@ class BeamGeneration(Generation):
     ) -> None:
         super().__init__(state, ask, receive)
         self._beams = beams
-        self._submission = Submission(state, receive)
         self._searches: list[tuple[Prompt, BeamSearch]] = []
         self._row_of: dict[int, TokenLogprobRow] = {}  # of the step under way, by handle
         self._starting: dict[int, Prompt] = {}  # by handle of the prompts' own step
@@ -42,7 +40,6 @@ class BeamGeneration(Generation):
             search = BeamSearch(request, self._beams, info, stop_in, params.logprobs)
             self._searches.append((prompt, search))
             self._state.metrics.on_admitted(request.params, request.max_tokens)
-        self._submission.begin(self._ask.arrival, self._ask.timeout)
         try:
             await self._step(self._live())
         except BaseException:
@@ -57,8 +54,9 @@ class BeamGeneration(Generation):
         self.choices = self.choices[: len(found)]  # fewer where the vocabulary is that small
         yield [self._piece(*of) for of in zip(self.choices, *zip(*found))]
 
-    def close(self) -> None:
-        self._submission.close()
+    def _doing(self) -> str:
+        steps = max((search.num_steps for _, search in self._searches), default=0)
+        return f"{steps} steps of the search were done" if steps else super()._doing()
 
     def _live(self) -> list[tuple[Prompt, BeamSearch]]:
         """The searches under way, in order, of so many prompts as the engine runs at once."""

@@ -46,8 +46,8 @@ async def embed(
         raise InvalidRequest(str(error), field, error.code) from None
     if state.server.enable_log_requests:
         logger.info("%s: vectors of %d inputs", name, len(requests))
-    submission = Submission(state, request.receive)
-    submission.begin(arrival, body.timeout)
+    state.check_serving()
+    submission = Submission(state, request.receive, arrival, body.timeout, answer.doing)
     try:
         for part in parts(requests, state):
             async for events in submission.run(part):
@@ -158,6 +158,10 @@ class EmbeddingAnswer:
         for end in events.finished:
             self._last_scheduled = max(self._last_scheduled, end.timings.first_scheduled)
             metrics.on_embedded(end.timings, now, self._length(end.handle))
+
+    def doing(self) -> str:
+        """What a timeout interrupts."""
+        return f"{len(self._vectors)} of {len(self._requests)} vectors were computed"
 
     async def whole(self, request: Request) -> bytes:
         """JSON of the response. Many values are written by a thread."""

@@ -135,3 +135,11 @@ def test_what_has_no_say_in_a_search_is_refused(server, body, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
     assert server.post("/v1/completions", prompt="a", **BEAMS, **neutral).status_code == 200
+
+
+def test_a_timeout_says_how_far_the_search_had_come(server_r):
+    body = {"prompt": "x", "n": 8, "use_beam_search": True, "max_tokens": 1500, "ignore_eos": True}
+    answer = server_r.client.post("/v1/completions", json={**body, "timeout": 0.3})
+    assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
+    assert "steps of the search were done" in answer.json()["error"]["message"]
+    server_r.wait_idle(2.0)
