@@ -129,3 +129,13 @@ def test_logprobs_beside_constraints_are_json_and_the_models_own(
             best = sorted(shown["logprobs"]["top_logprobs"][index].values(), reverse=True)[:5]
         assert abs(value - float(values[token])) < 1e-3
         assert torch.tensor(best).allclose(values.topk(5).values, atol=1e-3)
+
+
+@pytest.mark.xfail(strict=True, reason="told as a failed step of the server: 500")
+@pytest.mark.parametrize("stream", [False, True])
+def test_constraints_that_leave_no_token_are_the_requests_fault(random_model: Server, stream: bool):
+    """T20: allowed ids of which none fits the grammar."""
+    body = {"prompt": "hello", "allowed_token_ids": [40], "guided_regex": "[0-9]{3}"}
+    answer = random_model.client.post(COMPLETIONS, json={**body, "stream": stream})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "invalid_request"
