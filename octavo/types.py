@@ -28,8 +28,8 @@ class ConfigError(OctavoError):
 
 
 class InvalidRequest(OctavoError):
-    """A request that cannot be served (HTTP 400). ``param`` names the field at fault; ``code`` is
-    for programs that act on it."""
+    """A request that cannot be served (HTTP 400). ``param`` names the field at fault; ``code``
+    tells programs what kind of fault it is."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str = "invalid_request"

@@ -82,9 +82,7 @@ def _lark(params: StructuredOutputsParams, options: Grammar) -> Grammar:
         )
     if text.lstrip()[:1] in ("{", "["):
         raise InvalidRequest(f"{field} is JSON; it must be the text of a Lark grammar", field)
-    for schema in _inline_schemas(text):
-        check_keywords(schema, field)
-    return {"lark_grammar": text}
+    return {"lark_grammar": _with_options(text, options, field)}
 
 
 _WRITERS: dict[str, Callable[[StructuredOutputsParams, Grammar], Grammar]] = {
@@ -103,18 +101,31 @@ def literal(text: str) -> str:
     )
 
 
+# Of ASCII alone, as in JSON Schema: what follows them matches wherever it is checked, while the
+# larger classes differ between languages and their versions.
+_CLASSES = {
+    "d": "[0-9]",
+    "D": "[^0-9]",
+    "w": "[0-9A-Za-z_]",
+    "W": "[^0-9A-Za-z_]",
+    "s": r"[ \t\n\r\f\v]",
+    "S": r"[^ \t\n\r\f\v]",
+}
+
+
 def between_slashes(regex: str) -> str:
-    """The same regex with no bare slash or line end, which would end it in a Lark grammar."""
+    """The regex as it stands between the slashes of a Lark grammar: without a bare slash or line
+    end, and with classes of ASCII."""
     out, escaped = [], False
     for char in regex:
-        if char == "\n":
-            out.append("n" if escaped else r"\n")
-        elif char == "/" and not escaped:
-            out.append(r"\/")
+        if escaped:
+            out.append(_CLASSES.get(char) or ("\\n" if char == "\n" else "\\" + char))
+            escaped = False
+        elif char == "\\":
+            escaped = True
         else:
-            out.append(char)
-        escaped = char == "\\" and not escaped
-    return "".join(out)
+            out.append({"\n": r"\n", "/": r"\/"}.get(char, char))
+    return "".join(out) + "\\" * escaped
 
 
 def _encode(grammars: list[Grammar]) -> str:
@@ -146,15 +157,23 @@ def _as_object(given: str | Grammar | None, field: str) -> Grammar:
     return found
 
 
-def _inline_schemas(lark: str) -> list[Any]:
-    """What follows each ``%json`` in a Lark grammar and can be read."""
-    decoder, found = JSONDecoder(), []
-    for part in lark.split("%json")[1:]:
+def _with_options(lark: str, options: Grammar, field: str) -> str:
+    """The grammar with the schema behind each ``%json`` checked, and bound to ``options``."""
+    first, *parts = lark.split("%json")
+    out = [first]
+    for part in parts:
+        text = part.lstrip()
         try:
-            found.append(decoder.raw_decode(part.lstrip())[0])
+            schema, end = JSONDecoder().raw_decode(text)
         except (JSONDecodeError, RecursionError):
-            continue  # llguidance says what is wrong with it
-    return found
+            out.append(part)  # llguidance says what is wrong with it
+            continue
+        check_keywords(schema, field)
+        if isinstance(schema, dict):
+            bound = msgspec.json.encode({**schema, "x-guidance": options}).decode()
+            part = f" {bound}{text[end:]}"
+        out.append(part)
+    return "%json".join(out)
 
 
 def _check_size(params: StructuredOutputsParams) -> None:

@@ -21,6 +21,7 @@ CHECKER_MODULE = "octavo.grammar.checker"
 WALL_SECONDS = (
     5.0  # the processor's time is limited in the checker: this is for a machine at a loss
 )
+TOO_LONG = f"it took longer than {WALL_SECONDS:g} s to compile"
 MOST_WAITING = 64  # grammars that may wait for the checker
 MOST_KNOWN = 512  # verdicts that are remembered
 
@@ -39,6 +40,7 @@ class GrammarChecker:
         self._special = special
         self._disable_any_whitespace = disable_any_whitespace
         self._process: asyncio.subprocess.Process | None = None
+        self._next: asyncio.Task[None] | None = None  # starts another one
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._known: OrderedDict[str, str] = OrderedDict()  # grammar -> its problem, or ""
@@ -51,7 +53,8 @@ class GrammarChecker:
         problem = self._known.get(text)
         if problem is None:
             problem = await self._ask(text)
-            self._known[text] = problem
+            if problem != TOO_LONG:  # which says more about the machine than about the grammar
+                self._known[text] = problem
             if len(self._known) > MOST_KNOWN:
                 self._known.popitem(last=False)
         else:
@@ -63,6 +66,11 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """Ends the checker."""
+        if self._next is not None:
+            await asyncio.gather(self._next, return_exceptions=True)
+        await self._end()
+
+    async def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -83,6 +91,9 @@ class GrammarChecker:
 
     async def _answer(self, text: str) -> str:
         """Of the checker, which is started again after one that it did not survive."""
+        if self._next is not None:
+            await asyncio.gather(self._next, return_exceptions=True)
+            self._next = None
         if self._process is None or self._process.returncode is not None:
             await self._start()
         assert self._process is not None
@@ -96,7 +107,7 @@ class GrammarChecker:
             done = True
             return answer
         except TimeoutError:
-            return f"it took longer than {WALL_SECONDS:g} s to compile"
+            return TOO_LONG
         except (asyncio.IncompleteReadError, ConnectionError):
             return (
                 f"compiling it takes more than {CPU_SECONDS:g} s or "
@@ -104,7 +115,11 @@ class GrammarChecker:
             )
         finally:
             if not done:  # cancelled ones too: the next must not read this one's answer
-                await asyncio.shield(self.close())
+                self._next = asyncio.create_task(self._start_again())
+
+    async def _start_again(self) -> None:
+        await self._end()
+        await self._start()
 
     async def _start(self) -> None:
         vocabulary = await asyncio.to_thread(lambda: msgspec.msgpack.encode(self._vocabulary()))

@@ -1,7 +1,8 @@
 """A client of its own process that streams one answer and tells the largest pause between events.
 
-``python watch_stream.py HOST PORT`` prints "streaming" after the first event. For each line on
-stdin it prints the largest pause, in seconds, since the line before (one that still lasts counts).
+``python watch_stream.py HOST PORT [MAX_TOKENS]`` prints "streaming" after the first event. For each
+line on stdin it prints the largest pause, in seconds, since the line before (one that still lasts
+counts).
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import time
 
 def main() -> None:
     host, port = sys.argv[1], int(sys.argv[2])
-    body = json.dumps({"prompt": "x", "max_tokens": 100_000, "stream": True}).encode()
+    most = int(sys.argv[3]) if len(sys.argv) > 3 else 100_000
+    body = json.dumps(
+        {"prompt": "x", "max_tokens": most, "stream": True, "ignore_eos": True}
+    ).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     connection = socket.create_connection((host, port))
     connection.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)

@@ -1,0 +1,116 @@
+"""Grammars are checked in a process that may fall: who asked is told, and the next is served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.server.grammars import GrammarChecker
+from octavo.types import InvalidRequest, QueueFull, StructuredOutputsParams
+from tests.grammar.walks import SPECIAL, VOCABULARY
+
+GOOD = StructuredOutputsParams(regex="[a-z]+")
+# Each is small, and too much for the compiler in another way.
+DEEP = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000)) + 'a9000: "x"'
+SLOW = {"type": "object", "patternProperties": {f"^a{i}x": {"type": "string"} for i in range(400)}}
+FUEL = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(1, 21))
+
+
+def run(work: Callable[[GrammarChecker], Awaitable[None]]) -> None:
+    async def main() -> None:
+        checker = GrammarChecker(lambda: VOCABULARY, lambda: SPECIAL)
+        try:
+            await work(checker)
+        finally:
+            await checker.close()
+
+    asyncio.run(main())
+
+
+async def refusal(checker: GrammarChecker, params: StructuredOutputsParams) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        await checker.text(params)
+    assert caught.value.param == f"structured_outputs.{params.kind}"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "hungry",
+    [
+        StructuredOutputsParams(grammar=DEEP),
+        StructuredOutputsParams(json=SLOW),
+        StructuredOutputsParams(grammar=FUEL),
+    ],
+    ids=["deep", "slow", "fuel"],
+)
+def test_what_is_too_much_is_refused_and_others_are_served(hungry: StructuredOutputsParams) -> None:
+    async def work(checker: GrammarChecker) -> None:
+        await checker.text(GOOD)
+        first = checker._process
+        refused, others = await asyncio.gather(
+            refusal(checker, hungry),
+            asyncio.gather(*(checker.text(StructuredOutputsParams(regex=f"a{i}")) for i in
+                             range(5))),
+        )  # fmt: skip
+        assert refused
+        assert len(others) == 5
+        began = time.process_time()
+        assert await refusal(checker, hungry) == refused  # remembered: nothing is compiled
+        assert time.process_time() - began < 0.2
+        assert first is not None
+
+    run(work)
+
+
+def test_the_checker_answers_in_turn_and_remembers() -> None:
+    async def work(checker: GrammarChecker) -> None:
+        texts = [StructuredOutputsParams(regex=r) for r in ("a", "([a", "b", "c{3,1}", "a")]
+        found = await asyncio.gather(*map(checker.text, texts), return_exceptions=True)
+        assert [isinstance(item, InvalidRequest) for item in found] == [0, 1, 0, 1, 0]
+        assert found[0] == found[4]
+        process = checker._process
+        assert process is not None
+        await checker.text(texts[0])
+        assert checker._process is process
+
+    run(work)
+
+
+def test_a_crowd_is_told_to_come_again() -> None:
+    async def work(checker: GrammarChecker) -> None:
+        crowd = (checker.text(StructuredOutputsParams(regex=f"a{i}")) for i in range(90))
+        found = await asyncio.gather(*crowd, return_exceptions=True)
+        assert sum(isinstance(item, QueueFull) for item in found) == 26
+        assert sum(isinstance(item, str) for item in found) == 64
+
+    run(work)
+
+
+def test_one_who_leaves_does_not_leave_an_answer_for_another() -> None:
+    async def work(checker: GrammarChecker) -> None:
+        await checker.text(GOOD)
+        slow = asyncio.ensure_future(checker.text(StructuredOutputsParams(json=SLOW)))
+        await asyncio.sleep(0.1)
+        slow.cancel()
+        await checker.text(StructuredOutputsParams(regex="next"))
+        assert "unclosed" in await refusal(checker, StructuredOutputsParams(regex="([a"))
+
+    run(work)
+
+
+def test_the_checker_ends_with_its_server() -> None:
+    async def main() -> int:
+        checker = GrammarChecker(lambda: VOCABULARY, lambda: SPECIAL)
+        await checker.text(GOOD)
+        assert checker._process is not None and checker._process.stdin is not None
+        pid = checker._process.pid
+        checker._process.stdin.close()  # as when the server's process is gone
+        await asyncio.wait_for(checker._process.wait(), 10)
+        return pid
+
+    pid = asyncio.run(main())
+    assert not Path(f"/proc/{pid}").exists()
