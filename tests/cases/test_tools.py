@@ -145,11 +145,3 @@ def test_the_reason_says_whether_there_are_calls(calls: Server, choice: str, scr
         assert said["content"] == SAYINGS[script]
     cut = both_ways(calls, **body(script, tool_choice=sent, max_tokens=3))
     assert (cut["calls"], cut["reason"]) == ([], "length")
-
-
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_forced_choice_makes_a_call_of_a_model_that_would_not(calls: Server, choice: Any):
-    """T25, T28: its text begins with a mark that the grammar allows, then goes its own way."""
-    said = both_ways(calls, **body(2, tool_choice=choice, max_tokens=300))
-    if said["reason"] != "length":
-        assert said["calls"] and not said["content"]
