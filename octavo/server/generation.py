@@ -20,7 +20,7 @@ from octavo.engine.messages import (
 )
 from octavo.engine.streams import MoreEvents, RequestStream, StepEvents
 from octavo.server.auth import Receive
-from octavo.server.errors import ClientGone, StepError, TimedOut
+from octavo.server.errors import ClientGone, TimedOut, failure_of
 from octavo.server.state import ServerState
 from octavo.text.output import ChoiceText
 from octavo.types import FinishReason, InvalidRequest, RequestTimings, SamplingParams
@@ -322,7 +322,7 @@ class Generation:
             self._finish(choice, FinishReason.STOP.value, met)
         elif end is not None:
             if end.reason == FinishReason.ERROR:
-                raise StepError(end.message or "a step of the engine failed")
+                raise failure_of(end)
             text += choice.text.finish()
             if end.timings.last_token >= 0:
                 choice.timings = end.timings
