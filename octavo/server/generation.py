@@ -18,7 +18,7 @@ from octavo.engine.messages import (
 )
 from octavo.engine.streams import MoreEvents, RequestStream, StepEvents
 from octavo.server.auth import Receive
-from octavo.server.errors import StepError
+from octavo.server.errors import failure_of
 from octavo.server.state import ServerState
 from octavo.server.submission import Submission
 from octavo.text.output import ChoiceText
@@ -294,7 +294,7 @@ class Generation:
             self._finish(choice, FinishReason.STOP.value, met)
         elif end is not None:
             if end.reason == FinishReason.ERROR:
-                raise StepError(end.message or "a step of the engine failed")
+                raise failure_of(end)
             text += choice.text.finish()
             if end.timings.last_token >= 0:
                 choice.timings = end.timings

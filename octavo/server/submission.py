@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from octavo.engine.messages import AddRequest
 from octavo.engine.streams import RequestStream, StepEvents
 from octavo.server.auth import Receive
-from octavo.server.errors import ClientGone, StepError, TimedOut
+from octavo.server.errors import ClientGone, TimedOut, failure_of
 from octavo.server.state import ServerState
 from octavo.types import FinishReason, InvalidRequest
 
@@ -60,7 +60,7 @@ class Submission:
                     raise InvalidRequest(rejected.message, rejected.param)
                 for end in events.more.finished:
                     if end.reason == FinishReason.ERROR:
-                        raise StepError(end.message or "a step of the engine failed")
+                        raise failure_of(end)
             yield events
 
     def close(self) -> None:
