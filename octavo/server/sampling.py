@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -231,11 +232,18 @@ def renamed_for_chat(error: InvalidRequest, body: ChatRequest) -> InvalidRequest
         message = str(error).replace("max_tokens", "max_completion_tokens")
         return InvalidRequest(message, "max_completion_tokens", error.code)
     if (error.param or "").startswith("structured_outputs") and not _constraints(body):
-        message = str(error).removeprefix(f"{error.param}.grammar").removeprefix(error.param or "")
-        return InvalidRequest(f"the schemas of tools{message}", "tools")
+        return _of_tools(str(error))
     if error.param == "logprobs":
         return InvalidRequest(f"top_{error}", "top_logprobs")
     return error
+
+
+def _of_tools(message: str) -> InvalidRequest:
+    """What is wrong with a constraint that was made of the schemas of tools."""
+    rest = message.removeprefix("structured_outputs").removeprefix(".grammar")
+    where = ", at " if rest.startswith(".") else ": "
+    rest = re.sub(r"^at \d+\(\d+\): ", "", rest.lstrip(".: "))  # of a text of our own
+    return InvalidRequest(f"a schema of tools{where}{rest}", "tools")
 
 
 def _token_id(text: str) -> int:
