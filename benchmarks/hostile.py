@@ -42,11 +42,10 @@ class Hostile:
     def attack(self, route: str, rng: random.Random) -> Attack:
         """Two of three have a hostile body in good HTTP; the others are hostile HTTP."""
         if rng.random() < 0.67:
-            kind = rng.choice([*_BODIES, "extremes", "extremes"])
-            if kind == "extremes":
-                return Attack(
-                    kind, [request(route, json.dumps(self.extremes(route, rng)).encode())]
-                )
+            kind = rng.choice([*_BODIES, "extremes", "extremes", "one extreme", "one extreme"])
+            if kind.startswith(("extreme", "one extreme")):
+                extremes = self.extremes(route, rng, most=1 if kind == "one extreme" else 6)
+                return Attack(kind, [request(route, json.dumps(extremes).encode())])
             return Attack(kind, [request(route, _BODIES[kind](self.body(route, rng), rng))])
         kind = rng.choice([*_REQUESTS])
         raw = json.dumps(self.body(route, rng)).encode()
@@ -62,11 +61,11 @@ class Hostile:
             body[name] = value(rng)
         return body
 
-    def extremes(self, route: str, rng: random.Random) -> dict[str, Any]:
-        """A body of values that are allowed, one by one."""
+    def extremes(self, route: str, rng: random.Random, most: int) -> dict[str, Any]:
+        """A body with up to ``most`` values that reach far into the server."""
         body = dict(SEEDS.get(route, {}))
         known = [name for name in self._fields[route] if name in EXTREMES]
-        for name in rng.sample(known, min(len(known), rng.randint(1, 6))):
+        for name in rng.sample(known, min(len(known), rng.randint(1, most))):
             body[name] = rng.choice(EXTREMES[name])
         return body
 

@@ -15,7 +15,27 @@ SEEDS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "the rain"},
     "/detokenize": {"tokens": [40, 41, 42]},
 }
-# The ends of what is allowed, for bodies that reach the engine.
+_SCHEMAS: tuple[Any, ...] = (
+    {}, True, False, [], "x", {"type": "object"}, {"type": "no such type"}, {"properties": "bar"},
+    *({"type": "string", "pattern": p} for p in ("^hello there indeed\\\\!$", "([a-z")),
+    {"$ref": "#"}, {"$ref": "#/nowhere"}, {"$ref": "https://example.com/x"}, {"allOf": [{}] * 2000},
+    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    {"type": "array", "minItems": 10**9}, {"type": "integer", "minimum": 1e308, "maximum": -1e308},
+    {"enum": []}, {"enum": ["x" * 50_000]}, {"const": {"a": [1, None, "\x00"]}}, {"not": {}},
+    {"type": "object", "properties": {str(i): {"type": "string"} for i in range(3000)}},
+    {"oneOf": [{"type": "string", "minLength": i} for i in range(300)]},
+)  # fmt: skip
+_PATTERNS = (
+    "([a-z", "(a+)+$", "a{1000000}", "(a{1000}){1000}", "(" * 3000, "[", "\\", "(?=a)b", "\\1", "",
+    "^$", ".*" * 200, "[\\x00-\\xff]", "(a|b|ab)*c", "\\p{Greek}+", "[0-9]{3}", "x" * 100_000,
+)  # fmt: skip
+
+
+def _tool(schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+# The ends of what is allowed, and what takes work to refuse.
 EXTREMES: dict[str, tuple[Any, ...]] = {
     "stream": (True, False),
     "stream_options": (None, {"include_usage": True, "continuous_usage_stats": True}),
@@ -60,6 +80,41 @@ EXTREMES: dict[str, tuple[Any, ...]] = {
     "input": ("", "x", ["a", "b"], [40], [[40], [41]], [[40] * 255] * 20, "e" * 255),
     "encoding_format": ("float", "base64"),
     "dimensions": (1, 64, 2**31),
+    "guided_json": _SCHEMAS,
+    "guided_regex": _PATTERNS,
+    "guided_choice": ([], [""], ["a", "a"], ["yes", "no"], [str(i) for i in range(5000)]),
+    "guided_grammar": ('start: "a"', "start: start", "start: a", "%ignore", 'start: "a"' * 5000),
+    "structured_outputs": (
+        {},
+        {"json": {}, "regex": "a"},
+        {"json_object": True},
+        {"choice": ["a"]},
+        {"regex": "(a+)+$"},
+        {"structural_tag": {"triggers": ["<"], "structures": []}},
+        {"grammar": "x"},
+    ),
+    "response_format": (
+        {"type": "json_object"},
+        {"type": "json_schema"},
+        {"type": "text"},
+        {"type": "x"},
+        *({"type": "json_schema", "json_schema": {"name": "x", "schema": s}} for s in _SCHEMAS),
+    ),
+    "tools": (
+        [],
+        [{}],
+        [{"type": "function", "function": {"name": ""}}],
+        [_tool({})] * 3,
+        *([_tool(schema)] for schema in _SCHEMAS),
+    ),
+    "tool_choice": (
+        "auto",
+        "required",
+        "none",
+        "x",
+        {},
+        {"type": "function", "function": {"name": "f"}},
+    ),
     "cache_salt": ("x", "😀" * 200),
     "request_id": ("mine", "a" * 256),
     "prompt": ("", "the rain", [[40], [41, 42]], ["a", "b", ""], [[40] * 200] * 8, "e" * 200),

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 # Of ``stop`` and of ``bad_words``: each string costs a step of every token's processing.
 MOST_STRINGS = 1024
 MOST_CHARACTERS = 65536
-# ``InvalidRequest.code`` of prompts that do not fit: clients that look for it shorten theirs.
+# ``InvalidRequest.code`` of prompts that do not fit: clients shorten theirs when they see it or the
+# words "this model's maximum context length is".
 TOO_LONG = "context_length_exceeded"
 MOST_SHOWN = 200  # characters of a refused value in a message
 MOST_LENGTH_PENALTY = 10.0  # beyond it the powers of lengths leave the range of floats
@@ -27,8 +28,8 @@ class ConfigError(OctavoError):
 
 
 class InvalidRequest(OctavoError):
-    """A request that cannot be served (HTTP 400). ``param`` names the field at fault; ``code`` tells
-    programs what kind of fault it is."""
+    """A request that cannot be served (HTTP 400). ``param`` names the field at fault; ``code``
+    tells programs what kind of fault it is."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str = "invalid_request"

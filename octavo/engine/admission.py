@@ -114,7 +114,9 @@ def prepare_embedding(
     places = info.num_blocks * info.block_size
     limit = min(info.max_model_len, places)
     if len(ids) > limit:
-        what = "this model's length" if limit == info.max_model_len else "the whole KV cache"
+        what = "the whole KV cache"
+        if limit == info.max_model_len:
+            what = "this model's maximum context length"
         raise InvalidRequest(
             f"the prompt has {len(ids)} tokens, {what} is {limit} tokens: shorten the prompt, or "
             "set truncate_prompt_tokens",
@@ -240,8 +242,9 @@ def _resolved_max_tokens(info: EngineInfo, params: SamplingParams, prompt_len: i
     limit = info.max_model_len
     if prompt_len >= limit:
         raise InvalidRequest(
-            f"the prompt has {prompt_len} tokens, this model's length is {limit} tokens for prompt "
-            "and output together: shorten the prompt, or set truncate_prompt_tokens",
+            f"the prompt has {prompt_len} tokens, this model's maximum context length is {limit} "
+            "tokens for prompt and output together: shorten the prompt, or set "
+            "truncate_prompt_tokens",
             "prompt",
             TOO_LONG,
         )
@@ -257,8 +260,8 @@ def _resolved_max_tokens(info: EngineInfo, params: SamplingParams, prompt_len: i
     if prompt_len + max_tokens > limit:
         raise InvalidRequest(
             f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}: together "
-            f"{prompt_len + max_tokens}, above this model's length of {limit} tokens; lower "
-            f"max_tokens to {limit - prompt_len} or shorten the prompt",
+            f"{prompt_len + max_tokens}; this model's maximum context length is {limit} tokens: "
+            f"lower max_tokens to {limit - prompt_len} or shorten the prompt",
             "max_tokens",
             TOO_LONG if max_tokens < limit else "invalid_request",  # no prompt is short enough
         )

@@ -54,7 +54,6 @@ ENGINE_MODULE = "octavo.engine.process"
 HEARTBEAT_LIMIT = 1.5  # seconds; the engine beats every 0.5 s
 CHECK_INTERVAL = 0.25
 FORECAST_SECONDS = 0.02  # that a forecast of places is used
-_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 REJECTED = "rejected"  # beside the finish reasons, in ``ProcessClient.ended``
 
 
@@ -424,8 +423,9 @@ class ProcessClient:
         entry = self._entries.pop(handle)
         self._waiting.discard(handle)
         self.ended[reason] += 1
-        if reason in _BY_ITSELF:
-            self._forecast.on_end(entry.num_tokens // entry.n)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            by_itself = reason == FinishReason.STOP
+            self._forecast.on_end(entry.num_tokens // entry.n, by_itself)
         entry.num_open -= 1
         if not entry.num_open:
             self._leave_queue(entry, started=False)

@@ -31,9 +31,10 @@ UNSUPPORTED = {
     *("contentSchema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     *("$vocabulary", "nullable"),
 }
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "additionalItems")
+# Keywords whose values are schemas.
+MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+SINGLE = ("items", "additionalProperties", "additionalItems")
 
 
 def check_keywords(schema: Any, field: str) -> None:
@@ -59,13 +60,13 @@ def check_keywords(schema: Any, field: str) -> None:
 
 
 def _subschemas(node: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
-    for word in _MAPS:
+    for word in MAPS:
         if isinstance(node.get(word), dict):
             yield from ((value, f"{path}.{word}.{name}") for name, value in node[word].items())
-    for word in _LISTS:
+    for word in LISTS:
         if isinstance(node.get(word), list):
             yield from ((value, f"{path}.{word}[{i}]") for i, value in enumerate(node[word]))
-    for word in _SINGLE:
+    for word in SINGLE:
         if word in node and not isinstance(node[word], list):
             yield node[word], f"{path}.{word}"
 

@@ -116,12 +116,14 @@ def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
         state.check_serving()
         state.check_model(body.model)
         state.client.check_queue(1)  # before the conversation is rendered
-        use = tool_use(body)
         try:
+            use = await state.encode(lambda: tool_use(body), 0, request)
             params = chat_params(body, state.client.info.default_sampling)
             prompt = chat_ids(state, body, body.messages, body.add_special_tokens, request)
             ids = await in_time(state, body.timeout, arrival, prompt)
-            answer_type, marks = reading(state, body, use, ids)
+            answer_type, marks, params = await state.encode(
+                lambda: reading(state, body, use, ids, params), 0, request
+            )
             return await respond(
                 state, request, answer_type, body, params, ([ids], [None]), marks=marks,
                 arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,

@@ -108,8 +108,9 @@ class BeamGeneration(Generation):
         params = self._ask.params
         choice.prompt = prompt
         choice.text = ChoiceText(
-            self._state.tokenizer, params, eos_ids=self._state.client.info.eos_ids
-        )
+            self._state.tokenizer, params, eos_ids=self._state.client.info.eos_ids,
+            marks=self._ask.marks,
+        )  # fmt: skip
         text = choice.text.push(beam.tokens)
         text += choice.text.finish()
         choice.finish_reason, choice.stop_reason = beam.finish_reason, beam.stop_reason

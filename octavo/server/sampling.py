@@ -227,6 +227,9 @@ def renamed_for_chat(error: InvalidRequest, body: ChatRequest) -> InvalidRequest
     if error.param == "max_tokens" and body.max_completion_tokens is not None:
         message = str(error).replace("max_tokens", "max_completion_tokens")
         return InvalidRequest(message, "max_completion_tokens", error.code)
+    if (error.param or "").startswith("structured_outputs") and not _constraints(body):
+        message = str(error).removeprefix(f"{error.param}.grammar").removeprefix(error.param or "")
+        return InvalidRequest(f"the schemas of tools{message}", "tools")
     if error.param == "logprobs":
         return InvalidRequest(f"top_{error}", "top_logprobs")
     return error

@@ -130,7 +130,7 @@ class ServerState:
         if least > limit:
             raise InvalidRequest(
                 f"{param} holds {num_chars} characters, at least {least} tokens; this model's "
-                f"length is {limit} tokens for prompt and output together",
+                f"maximum context length is {limit} tokens for prompt and output together",
                 param,
                 TOO_LONG,
             )

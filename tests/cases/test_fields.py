@@ -57,12 +57,6 @@ SHARED: dict[str, tuple[dict[str, Any], Any]] = {
     "guided_grammar": ({}, 'start: "a" "b"+'),
     "guided_whitespace_pattern": ({"guided_json": {"type": "object"}}, "  "),
     "use_beam_search": ({"n": 2, "temperature": 1}, True),
-    "structured_outputs": ({}, {"choice": ["zz"]}),
-    "guided_json": ({}, {"type": "object", "properties": {}, "additionalProperties": False}),
-    "guided_regex": ({}, "z+"),
-    "guided_choice": ({}, ["zz"]),
-    "guided_grammar": ({}, 'start: "zz"'),
-    "guided_whitespace_pattern": ({"guided_json": {"type": "object"}}, "("),
     "length_penalty": (BEAMS, -3),
     "early_stopping": ({**BEAMS, "length_penalty": 3}, True),
     "timeout": ({}, 1e-6),
@@ -102,7 +96,6 @@ HARMLESS = {
     "store",
     "service_tier",
     "parallel_tool_calls",
-    "include_reasoning",  # without a parser there is none to leave out
     "spaces_between_special_tokens",
 }
 

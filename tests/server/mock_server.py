@@ -65,6 +65,10 @@ class MockServer:
         task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return int(task.read_text().split()[0])
 
+    def api_pids(self) -> list[int]:
+        """Processes that speak HTTP."""
+        return [self.process.pid]
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
 

@@ -98,7 +98,7 @@ def test_more_inputs_than_the_engine_runs_or_queues():
         ({"input": []}, "input", "empty list"),
         ({"input": [[]]}, "input", "the prompt is empty"),
         ({"input": [260]}, "input", "outside the vocabulary"),
-        ({"input": [5] * 513}, "input", "513 tokens, this model's length is 512"),
+        ({"input": [5] * 513}, "input", "513 tokens, this model's maximum context length is 512"),
         ({"input": ["a"] * 2049}, "input", "2049 inputs; at most 2048"),
         ({"input": 7}, "input", "a list of token id lists"),
         ({"input": "a", "dimensions": 2}, "dimensions", "have 4 values"),

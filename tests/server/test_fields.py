@@ -1,4 +1,5 @@
-"""Every field of every schema is probed somewhere, and what asks for nothing changes nothing."""
+"""What asks for nothing changes nothing, what shapes a conversation reaches the template, and no
+small schema has a field without a probe (tests/cases/test_fields.py has the generating routes)."""
 
 from __future__ import annotations
 
@@ -6,14 +7,11 @@ import pytest
 
 from octavo.server.protocol import (
     ChatFields,
-    ChatRequest,
-    CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
 )
 from tests.cases.asking import CHAT, COMPLETIONS, question
-from tests.cases.test_fields import PROBES
 from tests.server import mock_server
 from tests.server.test_completions import chat
 
@@ -30,19 +28,6 @@ HARMLESS = {
     "spaces_between_special_tokens": ([True, False], "no"),
     "suffix": (["", None], "x"),
 }
-# Fields with tests of their own kind: structured output.
-ELSEWHERE = {
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("guided_decoding_backend", "guided_whitespace_pattern", "include_reasoning"),
-}
-
-
-@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_no_field_is_without_a_probe(route):
-    schema = CompletionRequest if route == COMPLETIONS else ChatRequest
-    probed = {field for where, field in PROBES if where == route}
-    missing = {*schema.model_fields} - probed - HARMLESS.keys() - ELSEWHERE
-    assert not missing, f"add a probe of {missing} to tests/cases/test_fields.py"
 
 
 @pytest.mark.parametrize("field", HARMLESS)

@@ -16,18 +16,32 @@ from octavo.server.tools.deltas import Arguments, CallStart, Content, Delta, Mes
 from octavo.server.tools.parser import AnswerParser
 from octavo.server.tools.requests import ToolUse
 from octavo.server.tools.setup import AnswerPlan
+from octavo.types import InvalidRequest, SamplingParams
 
 
 def reading(
-    state: ServerState, body: ChatRequest, use: ToolUse, prompt: Sequence[int]
-) -> tuple[Callable[..., Answer], Mapping[int, str] | None]:
-    """The kind of answer to a request, and the tokens that its text shows as marks. Raises
-    InvalidRequest."""
+    state: ServerState,
+    body: ChatRequest,
+    use: ToolUse,
+    prompt: Sequence[int],
+    params: SamplingParams,
+) -> tuple[Callable[..., Answer], Mapping[int, str] | None, SamplingParams]:
+    """The kind of answer to a request, the tokens that its text shows as marks, and ``params``
+    with what the answer must match. Raises InvalidRequest."""
     assert state.parsing is not None  # there is a template, so there is a tokenizer
     plan = state.parsing.plan(body, use, prompt)
     if plan is None:
-        return ChatAnswer, None
-    return partial(ReadChatAnswer, plan=plan), plan.marks.tokens
+        return ChatAnswer, None, params
+    constraint = state.parsing.constraint(plan, params.structured_outputs)
+    if body.use_beam_search and constraint is not None:
+        raise InvalidRequest(
+            "calls that are constrained (tool_choice required or a name, strict functions) and "
+            "use_beam_search cannot be combined in this version",
+            "tool_choice" if use.forced else "tools",
+        )
+    if constraint is not params.structured_outputs:
+        params = params.settled(structured_outputs=constraint)
+    return partial(ReadChatAnswer, plan=plan), plan.marks.tokens, params
 
 
 class ReadChatAnswer(ChatAnswer):

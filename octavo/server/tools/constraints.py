@@ -97,22 +97,45 @@ _OPENING = '{"name": "'
 
 
 def forced(
-    kind: type[Format], marks: Marks, use: ToolUse, template: str, may_think: type[Reasons] | None
+    kind: type[Format],
+    marks: Marks,
+    use: ToolUse,
+    template: str,
+    may_think: type[Reasons] | None = None,
+    instead: dict[str, Any] | None = None,
 ) -> str:
     """The Lark grammar of calls. ``template``: the chat template, which tells versions of a format
-    apart. ``may_think``: reasoning may come before."""
+    apart. ``may_think``: reasoning may come before. ``instead``: a schema for the answer that may
+    be given in place of calls."""
     lark, written = _written(kind, marks, use, template)
-    first = lark.rule(BREAKS)
-    if may_think is not None and marks.is_token(may_think.BEGIN):
-        begin, end = lark.mark(may_think.BEGIN), lark.mark(may_think.END)
-        first = lark.rule(f"({begin} {lark.text_without(*kind.BEGINS)} {end})? {BREAKS}")
-    if isinstance(written, Bare):
-        return lark.text(f"{first} {written.calls}")
     if isinstance(written, Messages):
-        return lark.text(f"({written.thoughts} {_next_message(lark)})* {written.call}")
-    block = lark.rule(f"{lark.mark(written.begin)} {written.rest}")
-    several = use.parallel and written.separator is not None
-    return lark.text(f"{first} {lark.listed(block, written.separator or '', several)}")
+        ends = [written.call]
+        if instead is not None:
+            ends.append(f"{_final(lark)} {lark.json(instead)}")
+        return lark.text(f"({written.thoughts} {_next_message(lark)})* {lark.one_of(ends)}")
+    if isinstance(written, Bare):
+        calls = written.calls
+    else:
+        block = lark.rule(f"{lark.mark(written.begin)} {written.rest}")
+        several = use.parallel and written.separator is not None
+        calls = lark.listed(block, written.separator or "", several)
+    if instead is not None:
+        calls = lark.one_of([calls, lark.json(instead)])
+    return lark.text(f"{_first(lark, kind, may_think)} {calls}")
+
+
+def thought_json(marks: Marks, may_think: type[Reasons], schema: dict[str, Any]) -> str:
+    """The Lark grammar of JSON, before which reasoning may come."""
+    lark = Lark(marks)
+    return lark.text(f"{_first(lark, Format, may_think)} {lark.json(schema)}")
+
+
+def _first(lark: Lark, kind: type[Format], may_think: type[Reasons] | None) -> str:
+    """What may come before: reasoning, in which no mark of the format is."""
+    if may_think is None or not lark.marks.is_token(may_think.BEGIN):
+        return lark.rule(BREAKS)
+    begin, end = lark.mark(may_think.BEGIN), lark.mark(may_think.END)
+    return lark.rule(f"({begin} {lark.text_without(*kind.BEGINS)} {end})? {BREAKS}")
 
 
 def free(kind: type[Format], marks: Marks, use: ToolUse, template: str) -> str:
@@ -136,12 +159,16 @@ def free(kind: type[Format], marks: Marks, use: ToolUse, template: str) -> str:
 
 def _written(kind: type[Format], marks: Marks, use: ToolUse, template: str) -> tuple[Lark, Written]:
     lark = Lark(marks)
-    functions = [(function, closed(function.parameters)) for function in use.functions]
+    functions = [(f, closed(f.parameters, f.strict)) for f in use.functions]
     return lark, _WRITERS[kind.name](Writer(lark, functions, use.parallel, template))
 
 
 def _next_message(lark: Lark) -> str:
     return f'{lark.mark(harmony.END)} {lark.mark(harmony.START)} "assistant"'
+
+
+def _final(lark: Lark) -> str:
+    return f'{lark.mark(harmony.CHANNEL)} "final" {lark.mark(harmony.MESSAGE)}'
 
 
 # ---- formats ----

@@ -6,7 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo.grammar.keywords import ENFORCED, LISTS, MAPS, SINGLE
 from octavo.server.tools.marks import Marks
+
+# Of strings; llguidance refuses others.
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"}
 
 
 class Lark:
@@ -87,12 +91,31 @@ def _escaped(text: str) -> str:
     return "".join(c if c.isalnum() and c.isascii() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+def closed(schema: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
     """A function's parameters as what its arguments may be: an object, and nothing in it that the
-    schema does not name unless the schema says that there may be."""
-    whole = {"type": "object", "properties": {}, **schema}
+    schema does not name unless the schema says that there may be. Not ``strict``: less what
+    cannot be enforced."""
+    whole = {"type": "object", "properties": {}, **(schema if strict else enforceable(schema))}
     if not {"additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"} & set(
         schema
     ):
         whole["additionalProperties"] = False
     return whole
+
+
+def enforceable(schema: Any) -> Any:
+    """A schema less the keywords that no grammar enforces."""
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for word, value in schema.items():
+        if word not in ENFORCED or (word == "format" and value not in FORMATS):
+            continue
+        if word in MAPS and isinstance(value, Mapping):
+            value = {name: enforceable(part) for name, part in value.items()}
+        elif word in LISTS and isinstance(value, list):
+            value = [enforceable(part) for part in value]
+        elif word in SINGLE:
+            value = enforceable(value)
+        kept[word] = value
+    return kept

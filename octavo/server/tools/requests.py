@@ -42,13 +42,14 @@ class ToolUse:
 
 def tool_use(body: ChatRequest) -> ToolUse:
     """The tools and the choice among them. Raises InvalidRequest naming the field."""
-    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    if len(functions) > MOST_TOOLS:
-        _refuse(f"tools holds {len(functions)} functions; at most {MOST_TOOLS} are taken")
+    tools = body.tools or []
+    if len(tools) > MOST_TOOLS:
+        _refuse(f"tools holds {len(tools)} functions; at most {MOST_TOOLS} are taken")
+    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     names = [function.name for function in functions]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            _refuse(f"tools[{place}].function.name is {name!r}, as tools[{names.index(name)}]'s is")
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        _refuse(f"two of tools have the function name {name!r}")
     check_messages(body.messages)
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice

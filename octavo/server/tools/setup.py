@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from octavo.config import ServerConfig
 from octavo.server.protocol import ChatRequest
+from octavo.server.tools.constraints import forced, free, thought_json
 from octavo.server.tools.format import Format, Tools
 from octavo.server.tools.generic import Json
+from octavo.server.tools.lark import Lark, closed
 from octavo.server.tools.marks import Marks
-from octavo.server.tools.openai import START, OpenAI
+from octavo.server.tools.openai import CHANNEL, MESSAGE, START, OpenAI
 from octavo.server.tools.parser import AnswerParser
+from octavo.server.tools.python_grammar import python_arguments
+from octavo.server.tools.pythonic import Pythonic
 from octavo.server.tools.reasoning import Reasons
 from octavo.server.tools.registry import FORMATS, REASONING, detected
 from octavo.server.tools.requests import ToolUse
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import ConfigError, InvalidRequest
+from octavo.types import ConfigError, InvalidRequest, StructuredOutputsParams
+
+logger = logging.getLogger("octavo")
 
 HARMONY = ("openai", "openai_gptoss")
 
@@ -93,12 +103,21 @@ class Parsing:
         """Raises ConfigError as ``check_flags``."""
         check_flags(server)
         self._tokenizer = tokenizer
+        self._template = template.source if template else ""
         self._auto = server.enable_auto_tool_choice
         self.format: type[Format] | None = None
+        shown = detected(self._template)
         if server.tool_call_parser == "auto":
-            self.format = detected(template.source if template else None)
+            self.format = shown
+            logger.info("tool calls are read as %s, by the chat template", shown.name)
         elif server.tool_call_parser is not None:
             self.format = FORMATS[server.tool_call_parser]
+            if shown not in (self.format, Json):
+                logger.warning(
+                    "--tool-call-parser %s: the chat template shows calls as %s does",
+                    server.tool_call_parser,
+                    shown.name,
+                )
         self.reasoning: type[Reasons] | None = None
         if server.reasoning_parser in HARMONY:
             if self.format not in (None, OpenAI):
@@ -132,6 +151,8 @@ class Parsing:
         kind = self._plain
         if use.calls:
             kind = self.format or (OpenAI if self._plain is OpenAI else Json)
+            if use.forced and kind is Pythonic and not _enforceable(use):
+                kind = Json
         if kind is Format and self.reasoning is None:
             return None
         marks = self.marks(kind)
@@ -148,6 +169,46 @@ class Parsing:
             prefix=self._prefix(marks, prompt) if kind is OpenAI else "",
             skip_special=body.skip_special_tokens is not False,
             shows_reasoning=body.include_reasoning is not False,
+        )
+
+    def constraint(
+        self, plan: AnswerPlan, sent: StructuredOutputsParams | None
+    ) -> StructuredOutputsParams | None:
+        """What the answer must match: calls, what the client ``sent``, or either. A constraint
+        begins after reasoning. Raises InvalidRequest for two that exclude each other."""
+        use, marks, thinks = plan.use, plan.marks, plan.reasoning
+        surely = thinks is not None and (
+            plan.in_reasoning or (plan.in_reasoning is None and thinks.AT_ONCE)
+        )
+        after = thinks.END if thinks is not None and surely else None
+        maybe = thinks if plan.in_reasoning is None and not surely else None
+        schema = _schema(sent)
+        if use.forced:
+            if sent is not None:
+                raise InvalidRequest(
+                    "tool_choice asks for a call and the request constrains its text, too "
+                    f"({sent.kind}): send one of them",
+                    "tool_choice",
+                )
+            grammar = forced(plan.format, marks, use, self._template, maybe)
+        elif use.calls and schema is not None:
+            grammar = forced(plan.format, marks, use, self._template, maybe, schema)
+        elif sent is not None:
+            if plan.format is OpenAI:
+                return replace(sent, after=f"{CHANNEL}final{MESSAGE}")
+            if after is None and maybe is not None and schema is not None:
+                grammar = thought_json(marks, maybe, schema)
+            else:
+                return replace(sent, after=after)
+        elif use.calls and any(function.strict for function in use.functions):
+            grammar = free(plan.format, marks, use, self._template)
+        else:
+            return None
+        return StructuredOutputsParams(
+            grammar=grammar,
+            after=after,
+            disable_any_whitespace=sent is not None and sent.disable_any_whitespace,
+            whitespace_pattern=sent.whitespace_pattern if sent is not None else None,
         )
 
     def _in_reasoning(self, prompt: Sequence[int]) -> bool | None:
@@ -172,3 +233,26 @@ class Parsing:
         table = self._tokenizer.bytes_of
         texts = [marks.tokens.get(i) or table[i].decode("utf-8", "replace") for i in prompt[place:]]
         return "".join(texts)
+
+
+def _schema(sent: StructuredOutputsParams | None) -> dict[str, Any] | None:
+    """The schema of a constraint that is one."""
+    if sent is None or sent.kind not in ("json", "json_object"):
+        return None
+    if sent.kind == "json_object":
+        return {"type": "object"}
+    found = sent.json
+    if isinstance(found, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(found)
+    return found if isinstance(found, dict) else None
+
+
+def _enforceable(use: ToolUse) -> bool:
+    """Whether all functions' schemas can be held to in Python."""
+    try:
+        for function in use.functions:
+            python_arguments(Lark(Marks(())), closed(function.parameters, function.strict))
+    except InvalidRequest:
+        return False
+    return True

@@ -310,7 +310,7 @@ ASSISTANT = {"role": "assistant", "content": None, "tool_calls": [CALL]}
         ({"tools": tool(name="a b")}, "tools", "tools[0].function.name"),
         ({"tools": tool(name="")}, "tools", "tools[0].function.name"),
         ({"tools": tool(name=7)}, "tools", "tools[0].function.name"),
-        ({"tools": tool() + tool()}, "tools", "tools[1].function.name"),
+        ({"tools": tool() + tool()}, "tools", "two of tools"),
         ({"tools": tool(parameters=[])}, "tools", "tools[0].function.parameters"),
         ({"tools": tool(parameters={"type": "array"})}, "tools", "parameters.type"),
         ({"tools": tool(parameters={"properties": {"a": 1}})}, "tools", "properties.a"),

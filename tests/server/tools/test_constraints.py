@@ -10,6 +10,7 @@ import jsonschema_rs
 import llguidance
 import pytest
 
+from octavo.grammar.compile import grammar_text
 from octavo.server.tools import constraints
 from octavo.server.tools.deltas import Message
 from octavo.server.tools.lark import closed
@@ -18,7 +19,7 @@ from octavo.server.tools.parser import AnswerParser
 from octavo.server.tools.reasoning import Qwen3
 from octavo.server.tools.registry import FORMATS
 from octavo.server.tools.requests import Function, ToolUse
-from octavo.types import InvalidRequest
+from octavo.types import InvalidRequest, StructuredOutputsParams
 
 KINDS = {kind.name: kind for kind in FORMATS.values()}
 TEMPLATE = "```json"
@@ -72,12 +73,9 @@ class Vocabulary:
         raise AssertionError("nothing is forced")
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        first = '%llguidance {"no_forcing": true}\nstart: @main'
-        bounded = '%json {"x-guidance": {"whitespace_pattern": " "}, '
-        grammar = grammar.replace("%json {", bounded).replace(", }", "}")
-        grammars = [{"lark_grammar": first}, {"name": "main", "lark_grammar": grammar}]
+        text = grammar_text(StructuredOutputsParams(grammar=grammar), {})
         tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=[256])
-        matcher = llguidance.LLMatcher(tokenizer, json.dumps({"grammars": grammars}), log_level=0)
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0)
         assert not matcher.is_error(), f"{matcher.get_error()}\n{grammar}"
         return matcher
 
