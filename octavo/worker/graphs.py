@@ -106,8 +106,8 @@ class Graphs:
         pool: Any = None,
         most_mixed: int | None = None,
     ) -> None:
-        """``pool``: that of other graphs, which are never replayed at the same time. ``most_mixed``:
-        most graphs of steps with prompts (MOST_MIXED_GRAPHS)."""
+        """``pool``: that of other graphs, which are never replayed at the same time.
+        ``most_mixed``: most graphs of steps with prompts (MOST_MIXED_GRAPHS)."""
         self._most_mixed = most_mixed
         self._record = record
         self._rehearse = rehearse
