@@ -141,6 +141,19 @@ class Matcher:
         else:
             self._check()
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """``consume`` of each; in one call where nothing but the grammar sees them."""
+        plain = self._first >= 0 and not self.done and self._eos.isdisjoint(tokens)
+        if not (plain and tokens):
+            for token in tokens:
+                self.consume(token)
+            return
+        self._ids += tokens
+        if self._try(lambda: self._inner.consume_tokens(list(tokens))):
+            self._check()
+        else:
+            self._recover()
+
     def rollback(self, count: int) -> None:
         """Takes the last ``count`` consumed tokens back; an end or a failure that they brought goes
         with them."""
