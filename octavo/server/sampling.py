@@ -28,6 +28,7 @@ _COPIED = [
     and name not in ("logit_bias", "max_tokens", "stop", "structured_outputs")
 ]
 
+MOST_BEAMS = 64  # of one prompt: each step ranks twice as many tokens after each beam
 # What has no say in a beam search -> the values that ask for nothing.
 _DRAWS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1),
@@ -102,6 +103,8 @@ def beam_params(body: GenerationRequest, params: SamplingParams) -> BeamSearchPa
             f"{next(iter(constraints))} and use_beam_search cannot be combined in this version",
             next(iter(constraints)),
         )
+    if params.n > MOST_BEAMS:
+        raise InvalidRequest(f"n is {params.n}; a beam search takes at most {MOST_BEAMS}", "n")
     if params.prompt_logprobs is not None or body.max_tokens == 0:
         raise InvalidRequest("echo with logprobs, or without output, takes no beam search", "echo")
     return BeamSearchParams(
