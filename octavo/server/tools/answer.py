@@ -62,7 +62,7 @@ class ReadChatAnswer(ChatAnswer):
         said.add(self._said(piece))
 
     def message(self, choice: Choice, text: str) -> dict[str, Any]:
-        said = self._messages[choice.index]
+        said = self._messages.get(choice.index) or Message()
         content = self.echoed() + said.content
         reasoning = said.reasoning if self._plan.shows_reasoning else ""
         empty = said.calls or reasoning
