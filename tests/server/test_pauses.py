@@ -68,7 +68,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any], int]] = {
         CHAT,
         lambda: chat(
             tools=[
-                {"type": "function", "function": {"name": f"f{i}", "description": "é" * 500}}
+                {"type": "function", "function": {"name": f"f{i}", "description": "é" * 200}}
                 for i in range(1000)
             ],
             tool_choice="none",
