@@ -127,7 +127,8 @@ class Answer:
         choice = self._choices[event.handle - self.request.handle]
         self._timings = event.timings
         if event.reason is FinishReason.ERROR:
-            self.failure = OctavoError(event.message)
+            kind = InvalidRequest if event.own_fault else OctavoError
+            self.failure = kind(event.message)
         if choice.finish_reason is None:
             choice.text.finish()
             choice.finish_reason, choice.stop_reason = event.reason.value, event.stop_reason

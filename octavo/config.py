@@ -405,7 +405,7 @@ def environment_api_keys() -> list[str]:
 
 
 def environment_without_keys() -> dict[str, str]:
-    """For a server that only its parent can reach."""
+    """Of child processes: keys stay with the server that they guard."""
     return {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
 
 
@@ -466,8 +466,11 @@ def available_memory() -> int:
 
 def child_environment(threads: int) -> dict[str, str]:
     """Environment of an engine process: one place decides thread pools. API keys stay here."""
-    own = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
-    return {**own, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **environment_without_keys(),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 # How long a compute thread that waits for the others spins before it sleeps (GNU OpenMP's unit,

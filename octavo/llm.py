@@ -17,7 +17,7 @@ from octavo.assembly import Answer, Assembler, Pending, Ranking, Vector, candida
 from octavo.checkpoint.locate import ModelFiles, locate
 from octavo.config import EngineConfig, from_flags
 from octavo.engine.admission import prepare, prepare_embedding
-from octavo.engine.beams import Beam, BeamSearch
+from octavo.engine.beams import Beam, BeamSearch, no_stop
 from octavo.engine.messages import EngineInfo, EngineStats, Outputs, unpack_ids
 from octavo.grammar.compile import grammar_text
 from octavo.grammar.vocabulary import Vocabulary
@@ -251,8 +251,13 @@ class LLM(_Frontend):
         params.validate()
         limits = params.sampling_params()
         request = self._answer(prompt, limits, None).request
-        scan = partial(stop_string_in, self.tokenizer, limits)
-        return BeamSearch(request, params, self.info, scan if params.stop else lambda tokens: None)
+        return BeamSearch(
+            request,
+            params,
+            self.info,
+            partial(stop_string_in, self.get_tokenizer(), limits) if limits.stop else no_stop,
+            2 * params.beam_width,
+        )
 
     def _advance(self, searches: Sequence[BeamSearch]) -> None:
         """One step of each."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, InvalidRequest, SamplingParams
+from octavo.text.output import ChoiceText, stop_string_in
 from tests.fixtures.oracle import Oracle, oracle
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 16}
@@ -205,3 +206,24 @@ def test_what_cannot_be_searched_is_named(llm, params, field):
     with pytest.raises(InvalidRequest) as caught:
         llm.beam_search([[5, 6]], BeamSearchParams(**params))
     assert caught.value.param == field
+
+
+def test_stop_strings_are_found_as_a_growing_answer_finds_them(llm):
+    """In texts of odd tokens (control tokens, parts of characters), at every length."""
+    tokenizer = llm.get_tokenizer()
+    rng = np.random.default_rng(4)
+    for trial in range(200):
+        tokens = rng.integers(0, llm.info.vocab_size, size=14).tolist()
+        text = tokenizer.decode(tokens)
+        begin = int(rng.integers(0, max(1, len(text) - 3)))
+        params = SamplingParams(
+            stop=[text[begin : begin + 3] or "x", "\ufffd", text[-2:] or "y"],
+            min_tokens=int(rng.integers(0, 6)), max_tokens=20,
+            skip_special_tokens=bool(trial % 2),
+        )  # fmt: skip
+        growing = ChoiceText(tokenizer, params, eos_ids=())
+        for count in range(1, len(tokens) + 1):
+            growing.push(tokens[count - 1 : count])
+            assert stop_string_in(tokenizer, params, tokens[:count]) == growing.stop_string
+            if growing.stop_string is not None:
+                break

@@ -44,6 +44,7 @@ class Request:
         "num_charged",
         "num_preemptions",
         "num_registered",
+        "own_fault",
         "params",
         "pending_keys",
         "pooling",
@@ -111,7 +112,8 @@ class Request:
         self.timings = RequestTimings(arrival=arrival)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
-        self.message = ""
+        self.message = ""  # why it ended, for FinishReason.ERROR
+        self.own_fault = False  # what it asks for cannot go on; else a step failed
 
     @property
     def reads_cache(self) -> bool:

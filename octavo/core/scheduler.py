@@ -483,7 +483,7 @@ class Scheduler:
         for row, message in result.grammar_ends.items():
             if live[row] and not result.num_accepted[row]:
                 request = self._vacate(int(plan.slots[row]))
-                request.message = message
+                request.message, request.own_fault = message, bool(message)
                 request.timings.last_token = self._clock()
                 self._finish(request, FinishReason.ERROR if message else FinishReason.STOP)
                 finished.append(request)
@@ -515,7 +515,7 @@ class Scheduler:
             if not result.num_accepted[row]:
                 if grammar_end is not None:
                     self.waiting.remove(request)
-                    request.message = grammar_end
+                    request.message, request.own_fault = grammar_end, bool(grammar_end)
                     request.timings.last_token = self._clock()
                     reason = FinishReason.ERROR if grammar_end else FinishReason.STOP
                     self._finish(request, reason)

@@ -18,9 +18,14 @@ from octavo.engine.messages import AddRequest, EngineInfo, TokenLogprobRow, pack
 from octavo.types import BeamSearchParams, FinishReason, SamplingParams
 
 
+def no_stop(tokens: list[int]) -> str | None:
+    return None
+
+
 @dataclass(slots=True)
 class Beam:
-    """A continuation of the prompt. ``rows``: of each token, it first, then the most likely."""
+    """A continuation of the prompt. ``rows``, where they are kept: of each token, it first, then
+    the most likely."""
 
     tokens: list[int] = field(default_factory=list)
     cum_logprob: float = 0.0
@@ -50,11 +55,12 @@ class BeamSearch:
         request: AddRequest,
         params: BeamSearchParams,
         info: EngineInfo,
-        stop_in: Callable[[list[int]], str | None] = lambda tokens: None,
-        num_logprobs: int = 0,
+        stop_in: Callable[[list[int]], str | None] = no_stop,
+        num_logprobs: int | None = None,
     ) -> None:
         """``request``: checked, as if ``width`` choices were asked for. ``stop_in``: the stop
-        string in a text of tokens. ``num_logprobs``: of every row; -1: the whole vocabulary."""
+        string that the last of these tokens completes. ``num_logprobs``: the most likely tokens
+        that each row keeps beside its own; -1: the whole vocabulary; None: no rows are kept."""
         self.request = request
         self.params = params
         self.live = [Beam()]
@@ -65,9 +71,14 @@ class BeamSearch:
         self._ends: dict[int, int | None] = {token: token for token in params.stop_token_ids}
         self._ends.update(dict.fromkeys(eos, None))  # token -> stop reason
         width = params.beam_width
-        wanted = info.vocab_size if num_logprobs == -1 else num_logprobs
-        count = max(2 * width, width + len(self._ends), wanted)
+        self._num_kept = info.vocab_size if num_logprobs == -1 else num_logprobs
+        count = max(2 * width, width + len(self._ends), self._num_kept or 0)
         self.num_candidates = min(info.vocab_size, count)
+
+    @property
+    def num_steps(self) -> int:
+        """How often it has advanced; 0 once it is done."""
+        return len(self.live[0].tokens) if self.live else 0
 
     @property
     def done(self) -> bool:
@@ -119,21 +130,22 @@ class BeamSearch:
             : self.params.beam_width
         ]
 
-    def _ranked(self, rows: list[TokenLogprobRow]) -> list[tuple[float, int, int]]:
+    def _ranked(self, rows: list[TokenLogprobRow]) -> Iterator[tuple[float, int, int]]:
         """(log-probability of a continuation, its live beam, its token's rank), best first."""
-        found = [
-            (beam.cum_logprob + value, parent, rank)
-            for parent, (beam, row) in enumerate(zip(self.live, rows))
-            for rank, value in enumerate(row.values[1:], 1)
-        ]
-        return sorted(found, key=lambda entry: -entry[0])
+        before = np.array([[beam.cum_logprob] for beam in self.live])
+        totals = before + np.array([row.values[1:] for row in rows])
+        for place in np.argsort(-totals, axis=None, kind="stable").tolist():
+            parent, column = divmod(place, totals.shape[1])
+            yield float(totals[parent, column]), parent, column + 1
 
     def _extended(self, parent: int, row: TokenLogprobRow, rank: int, score: float) -> Beam:
         beam = self.live[parent]
-        ids = [row.ids[rank], *row.ids[1:]]
-        values = [row.values[rank], *row.values[1:]]
-        own = TokenLogprobRow(row.handle, ids, values, rank)
-        return Beam([*beam.tokens, row.ids[rank]], score, [*beam.rows, own])
+        tokens, rows = [*beam.tokens, row.ids[rank]], beam.rows
+        if self._num_kept is not None:
+            ids = [row.ids[rank], *row.ids[1 : 1 + self._num_kept]]
+            values = [row.values[rank], *row.values[1 : 1 + self._num_kept]]
+            rows = [*rows, TokenLogprobRow(row.handle, ids, values, rank)]
+        return Beam(tokens, score, rows)
 
     def _stopped(self, beam: Beam) -> bool:
         stop = self._stop_in(beam.tokens)

@@ -355,6 +355,7 @@ class Engine:
             request.timings,
             request.num_preemptions,
             request.message,
+            request.own_fault,
         )
 
     def _logprob_rows(

@@ -143,6 +143,7 @@ class Finished(msgspec.Struct, array_like=True):
     timings: RequestTimings
     num_preemptions: int = 0
     message: str = ""  # for FinishReason.ERROR
+    own_fault: bool = False  # the request's: what it asks for cannot go on; else a step failed
 
 
 class Rejected(msgspec.Struct, array_like=True):

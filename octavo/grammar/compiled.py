@@ -31,7 +31,8 @@ class _Table:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = vocabulary.tokens
-        self.special_token_ids = vocabulary.special_ids
+        # An EOS that is not flagged special must not be spelled in the middle of a text either.
+        self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.eos_ids})
         self.eos_token_id = vocabulary.eos_ids[0] if vocabulary.eos_ids else None
 
     def __call__(self, text: bytes) -> Sequence[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Bytes of the texts of grammars that are compiled at a time; compiled they take some 100 times as
+# much memory. Further ones wait until others have ended.
+MOST_USED_BYTES = 4 << 20
 # Compiled grammars that no request has now: the next request with the same one waits for nothing.
 MOST_KEPT = 64
+MOST_KEPT_BYTES = 1 << 19
 # The checker compiles on a smaller stack: what did not overflow that does not overflow this.
 STACK_BYTES = 64 << 20
 
@@ -33,11 +37,12 @@ STACK_BYTES = 64 << 20
 class _Entry:
     """One grammar. ``compiled`` is its matcher at the start, which is only copied."""
 
-    __slots__ = ("compiled", "users")
+    __slots__ = ("compiled", "is_used", "users")
 
     def __init__(self) -> None:
         self.compiled: Any = None
         self.users = 0
+        self.is_used = False  # compiled, or being compiled, for them
 
 
 class Grammars:
@@ -48,6 +53,8 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._compiler: Compiler | None = None
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._used_bytes = 0  # of the entries with users that are compiled, or being compiled
+        self._delayed: deque[str] = deque()  # those that wait until there is room
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -106,11 +113,24 @@ class Grammars:
             entry = self._entries.setdefault(text, _Entry())
             entry.users += 1
             self._entries.move_to_end(text)
-            if entry.compiled is not None or entry.users > 1:
+            if entry.users > 1:
                 return
+            if self._delayed or not self._has_room(text):
+                self._delayed.append(text)
+            else:
+                self._use(text, entry)
         if self._thread is None:
             self._thread = _started(self._run)
-        self._work.put(text)
+
+    def _has_room(self, text: str) -> bool:
+        """One may always be used."""
+        return not self._used_bytes or self._used_bytes + len(text) <= MOST_USED_BYTES
+
+    def _use(self, text: str, entry: _Entry) -> None:
+        self._used_bytes += len(text)
+        entry.is_used = True
+        if entry.compiled is None:
+            self._work.put(text)
 
     @property
     def num_used(self) -> int:
@@ -118,7 +138,8 @@ class Grammars:
         return sum(entry.users > 0 for entry in self._entries.values())
 
     def ready(self, text: str) -> bool:
-        return self._entries[text].compiled is not None
+        entry = self._entries[text]
+        return entry.is_used and entry.compiled is not None
 
     def problem(self, text: str) -> str:
         """Of one that is ready: why it could not be compiled, or ""."""
@@ -128,10 +149,29 @@ class Grammars:
     def release(self, text: str) -> None:
         """One request less has it."""
         with self._lock:
-            self._entries[text].users -= 1
-            unused = [key for key, entry in self._entries.items() if not entry.users]
-            for key in unused[: max(0, len(unused) - MOST_KEPT)]:
-                del self._entries[key]
+            entry = self._entries[text]
+            entry.users -= 1
+            if entry.users:
+                return
+            if entry.is_used:
+                self._used_bytes -= len(text)
+                entry.is_used = False
+            else:
+                self._delayed.remove(text)
+            while self._delayed and self._has_room(self._delayed[0]):
+                following = self._delayed.popleft()
+                self._use(following, self._entries[following])
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops what nobody has, the oldest first, down to what may be kept."""
+        unused = [text for text, entry in self._entries.items() if not entry.users]
+        num_bytes = sum(map(len, unused))
+        for index, text in enumerate(unused):
+            if len(unused) - index <= MOST_KEPT and num_bytes <= MOST_KEPT_BYTES:
+                return
+            num_bytes -= len(text)
+            del self._entries[text]
 
     def close(self) -> None:
         if self._thread is not None:
@@ -179,8 +219,7 @@ class Grammars:
             allowed=allowed,
             ignore_eos=ignore_eos,
         )
-        for token in output_ids:
-            matcher.consume(token)
+        matcher.extend(output_ids)
         return matcher
 
     def _copy(self, compiler: Compiler, text: str) -> Any:

@@ -141,6 +141,19 @@ class Matcher:
         else:
             self._check()
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """``consume`` of each; in one call where nothing but the grammar sees them."""
+        plain = self._first >= 0 and not self.done and self._eos.isdisjoint(tokens)
+        if not (plain and tokens):
+            for token in tokens:
+                self.consume(token)
+            return
+        self._ids += tokens
+        if self._try(lambda: self._inner.consume_tokens(list(tokens))):
+            self._check()
+        else:
+            self._recover()
+
     def rollback(self, count: int) -> None:
         """Takes the last ``count`` consumed tokens back; an end or a failure that they brought goes
         with them."""
@@ -150,12 +163,12 @@ class Matcher:
         kept = self._ids[:-count]
         dropped = self._ids[len(kept) :]
         inside = self._first >= 0 and len(kept) >= self._first
-        self.ended, self.failure = False, ""
-        steps = len(dropped) - sum(token in self._eos for token in dropped)
-        if inside and not self._inner.is_error() and self._inner.rollback(steps):
+        self.ended, self.failure, self.told = False, "", False
+        plain = inside and self._eos.isdisjoint(dropped) and not self._inner.is_error()
+        if plain and self._inner.rollback(len(dropped)):
             self._ids = kept
-            return
-        self._replay(kept)
+        else:
+            self._replay(kept)
 
     def _pass_gate(self, token: int) -> None:
         assert self._gate is not None
@@ -169,7 +182,12 @@ class Matcher:
             self.failure = str(error)
 
     def _end(self, token: int) -> None:
-        if self._inner.is_accepting():
+        """EOS: behind what is complete, or as the last token of a grammar that names it."""
+        inner = self._inner
+        if inner.is_accepting() or (
+            self._try(lambda: inner.consume_token(token))
+            and (inner.is_accepting() or inner.is_stopped())
+        ):
             self.ended = True
         else:
             self.failure = f"token {token} ended the output before the grammar was complete"

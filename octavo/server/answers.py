@@ -257,7 +257,7 @@ async def respond(
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
     if render:
         prepared = await generation.prepared()
-        return rendered(state, answer.model, prepared, warnings, answer.several)
+        return await rendered(state, answer.model, prepared, warnings, answer.several)
     await generation.begin()
     if body.stream:
         return EventStream(answer)

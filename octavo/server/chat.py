@@ -42,7 +42,8 @@ async def chat_ids(
         if not template.shows_calls:
             plain = as_text(plain)
         if body.tools and not shows_tools and wants_tools:
-            plain = described(plain, body.tools)
+            assert state.parsing is not None
+            plain = described(plain, body.tools, state.parsing.example)
         return template.encode(
             plain,
             tools=body.tools if shows_tools else None,

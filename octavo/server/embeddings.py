@@ -19,12 +19,13 @@ from octavo.server.auth import Scope
 from octavo.server.chat import chat_ids, check_without_messages
 from octavo.server.protocol import EmbeddingRequest
 from octavo.server.state import ServerState
-from octavo.server.streaming import encode_json
+from octavo.server.streaming import encode_json, members
 from octavo.server.submission import Submission
 from octavo.types import InvalidRequest, Pooling
 
 logger = logging.getLogger("octavo")
 
+MANY_VALUES = 20_000  # of vectors in one response: more are written by a thread
 MOST_INPUTS = 2048  # of one request, as OpenAI has it
 
 
@@ -45,8 +46,8 @@ async def embed(
         raise InvalidRequest(str(error), field, error.code) from None
     if state.server.enable_log_requests:
         logger.info("%s: vectors of %d inputs", name, len(requests))
-    submission = Submission(state, request.receive)
-    submission.begin(arrival, body.timeout)
+    state.check_serving()
+    submission = Submission(state, request.receive, arrival, body.timeout, answer.doing)
     try:
         for part in parts(requests, state):
             async for events in submission.run(part):
@@ -54,7 +55,8 @@ async def embed(
                     answer.take(events.more)
     finally:
         submission.close()
-    return Response(answer.body(), 200, None, "application/json")
+    content = await answer.whole(request)
+    return Response(content, 200, None, "application/json")
 
 
 async def inputs_of(
@@ -157,39 +159,51 @@ class EmbeddingAnswer:
             self._last_scheduled = max(self._last_scheduled, end.timings.first_scheduled)
             metrics.on_embedded(end.timings, now, self._length(end.handle))
 
-    def body(self) -> bytes:
-        """JSON of the response."""
-        data = [
-            {"object": "embedding", "index": i, "embedding": self._encoded(request.handle)}
-            for i, request in enumerate(self._requests)
+    def doing(self) -> str:
+        """What a timeout interrupts."""
+        return f"{len(self._vectors)} of {len(self._requests)} vectors were computed"
+
+    async def whole(self, request: Request) -> bytes:
+        """JSON of the response. Many values are written by a thread."""
+        size = len(self._requests) * self._state.client.info.hidden_size
+        if size <= MANY_VALUES:
+            return self._built()
+        return await self._state.workers.run(self._built, size, request.receive)
+
+    def _built(self) -> bytes:
+        entries = [
+            b'{"object":"embedding","index":%d,"embedding":%b}' % (i, self._encoded(r.handle))
+            for i, r in enumerate(self._requests)
         ]
         num_tokens = sum(num_ids(request.prompt_ids) for request in self._requests)
         usage: dict[str, Any] = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         if self._state.server.enable_prompt_tokens_details:
             usage["prompt_tokens_details"] = {"cached_tokens": self._num_cached}
-        content = {
+        timings = {
+            "queue_seconds": round(self._last_scheduled - self._arrival, 6),
+            "total_seconds": round(time.monotonic() - self._arrival, 6),
+        }
+        head = {
             "id": self._name,
             "object": "list",
             "created": int(time.time()),
             "model": self._state.check_model(self._body.model),
-            "data": data,
-            "usage": usage,
-            "timings": {
-                "queue_seconds": round(self._last_scheduled - self._arrival, 6),
-                "total_seconds": round(time.monotonic() - self._arrival, 6),
-            },
         }
-        return encode_json(content | ({"warnings": self._warnings} if self._warnings else {}))
+        rest = members(usage=usage, timings=timings)
+        if self._warnings:
+            rest += members(warnings=self._warnings)
+        data = b",".join(entries)
+        return b'%b,"data":[%b]%b}' % (encode_json(head)[:-1], data, rest)
 
     def _length(self, handle: int) -> int:
         return num_ids(self._requests[handle - self._requests[0].handle].prompt_ids)
 
-    def _encoded(self, handle: int) -> list[float] | str:
+    def _encoded(self, handle: int) -> bytes:
+        """A vector as JSON: at most so much is written in one go, however many there are."""
         vector = self._vectors[handle].vector(self._normalize)
         if self._body.encoding_format == "base64":
-            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        floats: list[float] = vector.tolist()
-        return floats
+            return b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())
+        return encode_json(vector.tolist())
 
 
 def _check_dimensions(asked: int | None, hidden_size: int) -> None:

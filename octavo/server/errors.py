@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.messages import Finished
 from octavo.types import EngineDead, InvalidRequest, OctavoError, QueueFull
 
 logger = logging.getLogger("octavo")
@@ -39,6 +40,13 @@ class StepError(OctavoError):
 
 class TimedOut(OctavoError):
     """The request's own ``timeout`` passed (408)."""
+
+
+def failure_of(end: Finished) -> OctavoError:
+    """What a request is told that ended with an error: whether it or the engine is at fault."""
+    if end.own_fault:
+        return InvalidRequest(end.message)
+    return StepError(end.message or "a step of the engine failed")
 
 
 class ClientGone(Exception):

@@ -5,8 +5,6 @@ Both routes, streamed or not, read the same pieces, so that they cannot differ i
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -20,8 +18,9 @@ from octavo.engine.messages import (
 )
 from octavo.engine.streams import MoreEvents, RequestStream, StepEvents
 from octavo.server.auth import Receive
-from octavo.server.errors import ClientGone, StepError, TimedOut
+from octavo.server.errors import failure_of
 from octavo.server.state import ServerState
+from octavo.server.submission import Submission
 from octavo.text.output import ChoiceText
 from octavo.types import FinishReason, InvalidRequest, RequestTimings, SamplingParams
 
@@ -98,9 +97,7 @@ class Generation:
     def __init__(self, state: ServerState, ask: Ask, receive: Receive) -> None:
         self._state = state
         self._ask = ask
-        self._receive = receive
-        self._watcher: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._submission = Submission(state, receive, ask.arrival, ask.timeout, self._doing)
         self._first: StepEvents | None = None
         self.num_prompt_logprobs = 0  # entries, all positions and ranks
         self.prompts: list[Prompt] = []
@@ -111,15 +108,9 @@ class Generation:
         to here can still be plain HTTP answers."""
         self._state.check_serving()
         requests = await self.prepared()
-        self._stream: RequestStream = self._state.client.submit(requests)
-        self._state.num_in_flight += 1
+        self._stream: RequestStream = self._submission.submit(requests)
         for request in requests:
             self._state.metrics.on_admitted(request.params, request.max_tokens)
-        loop = asyncio.get_running_loop()
-        self._watcher = loop.create_task(self._watch_client())
-        if self._ask.timeout is not None:
-            left = self._ask.arrival + self._ask.timeout - time.monotonic()
-            self._timer = loop.call_later(max(0.0, left), self._time_out)
         try:
             self._first = await anext(self._stream)
             self._refuse_rejected(self._first)
@@ -141,14 +132,7 @@ class Generation:
 
     def close(self) -> None:
         """Aborts what has not ended."""
-        if self._watcher is None:
-            return
-        self._watcher.cancel()
-        self._watcher = None
-        if self._timer is not None:
-            self._timer.cancel()
-        self._state.num_in_flight -= 1
-        self._state.client.abort(list(self._stream.open))
+        self._submission.close()
 
     # ---- totals ----
 
@@ -227,23 +211,11 @@ class Generation:
             lambda: tokenizer.bad_word_ids(words), 2 * sum(map(len, words))
         )
 
-    async def _watch_client(self) -> None:
-        """Reads on: after the body only the end of the connection can come."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._stream.fail(ClientGone())
-        self._state.client.abort(list(self._stream.open))
-
-    def _time_out(self) -> None:
-        self._stream.fail(self._timed_out())
-        self._state.client.abort(list(self._stream.open))
-
-    def _timed_out(self) -> TimedOut:
-        self._state.metrics.num_timed_out += 1
-        doing = f"{self.num_output_tokens} tokens were generated"
+    def _doing(self) -> str:
+        """What a timeout interrupts."""
         if all(choice.timings.first_scheduled < 0 for choice in self.choices):
-            doing = "it was still in the queue"
-        return TimedOut(f"the request's timeout of {self._ask.timeout:g} s has passed: {doing}")
+            return "it was still in the queue"
+        return f"{self.num_output_tokens} tokens were generated"
 
     def _refuse_rejected(self, events: StepEvents) -> None:
         for rejected in events.more.rejected if events.more else ():
@@ -322,7 +294,7 @@ class Generation:
             self._finish(choice, FinishReason.STOP.value, met)
         elif end is not None:
             if end.reason == FinishReason.ERROR:
-                raise StepError(end.message or "a step of the engine failed")
+                raise failure_of(end)
             text += choice.text.finish()
             if end.timings.last_token >= 0:
                 choice.timings = end.timings

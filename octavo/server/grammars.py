@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -43,22 +44,23 @@ class GrammarChecker:
         self._next: asyncio.Task[None] | None = None  # starts another one
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        self._known: OrderedDict[str, str] = OrderedDict()  # grammar -> its problem, or ""
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # its digest -> its problem, or ""
 
     async def text(self, params: StructuredOutputsParams) -> str:
         """The grammar of these parameters, known to compile. Raises InvalidRequest naming
         ``structured_outputs.FIELD``, or QueueFull."""
         special, tight = self._special(), self._disable_any_whitespace
         text = await asyncio.to_thread(grammar_text, params, special, tight)
-        problem = self._known.get(text)
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        problem = self._known.get(digest)
         if problem is None:
             problem = await self._ask(text)
             if problem != TOO_LONG:  # which says more about the machine than about the grammar
-                self._known[text] = problem
+                self._known[digest] = problem
             if len(self._known) > MOST_KNOWN:
                 self._known.popitem(last=False)
         else:
-            self._known.move_to_end(text)
+            self._known.move_to_end(digest)
         if problem:
             field = f"structured_outputs.{params.kind}"
             raise InvalidRequest(f"{field}: {problem}", field)

@@ -273,4 +273,5 @@ LATER_FIELDS: dict[str, str] = {
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
+    "guided_decoding_backend": ("auto", "guidance", "llguidance"),
 }

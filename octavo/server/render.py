@@ -6,19 +6,25 @@ from typing import Any
 
 from starlette.responses import Response
 
-from octavo.engine.messages import AddRequest, unpack_ids
+from octavo.engine.messages import AddRequest, num_ids, unpack_ids
 from octavo.server.state import ServerState
 from octavo.server.streaming import encode_json
 
 
-def rendered(
+async def rendered(
     state: ServerState, model: str, requests: list[AddRequest], warnings: list[str], several: bool
 ) -> Response:
     """The prepared requests as JSON, one or a list (``several``); nothing of them is computed."""
-    entries = [_entry(state, model, request) for request in requests]
-    for entry in entries if warnings else ():
-        entry["warnings"] = warnings
-    return Response(encode_json(entries if several else entries[0]), 200, None, "application/json")
+
+    def build() -> bytes:
+        entries = [_entry(state, model, request) for request in requests]
+        for entry in entries if warnings else ():
+            entry["warnings"] = warnings
+        return encode_json(entries if several else entries[0])
+
+    size = sum(num_ids(request.prompt_ids) for request in requests)
+    content = await state.encode(build, size)
+    return Response(content, 200, None, "application/json")
 
 
 def _entry(state: ServerState, model: str, request: AddRequest) -> dict[str, Any]:

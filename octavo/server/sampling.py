@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -27,6 +28,7 @@ _COPIED = [
     and name not in ("logit_bias", "max_tokens", "stop", "structured_outputs")
 ]
 
+MOST_BEAMS = 64  # of one prompt: each step ranks twice as many tokens after each beam
 # What has no say in a beam search -> the values that ask for nothing.
 _DRAWS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1),
@@ -101,6 +103,8 @@ def beam_params(body: GenerationRequest, params: SamplingParams) -> BeamSearchPa
             f"{next(iter(constraints))} and use_beam_search cannot be combined in this version",
             next(iter(constraints)),
         )
+    if params.n > MOST_BEAMS:
+        raise InvalidRequest(f"n is {params.n}; a beam search takes at most {MOST_BEAMS}", "n")
     if params.prompt_logprobs is not None or body.max_tokens == 0:
         raise InvalidRequest("echo with logprobs, or without output, takes no beam search", "echo")
     return BeamSearchParams(
@@ -228,11 +232,18 @@ def renamed_for_chat(error: InvalidRequest, body: ChatRequest) -> InvalidRequest
         message = str(error).replace("max_tokens", "max_completion_tokens")
         return InvalidRequest(message, "max_completion_tokens", error.code)
     if (error.param or "").startswith("structured_outputs") and not _constraints(body):
-        message = str(error).removeprefix(f"{error.param}.grammar").removeprefix(error.param or "")
-        return InvalidRequest(f"the schemas of tools{message}", "tools")
+        return _of_tools(str(error))
     if error.param == "logprobs":
         return InvalidRequest(f"top_{error}", "top_logprobs")
     return error
+
+
+def _of_tools(message: str) -> InvalidRequest:
+    """What is wrong with a constraint that was made of the schemas of tools."""
+    rest = message.removeprefix("structured_outputs").removeprefix(".grammar")
+    where = ", at " if rest.startswith(".") else ": "
+    rest = re.sub(r"^at \d+\(\d+\): ", "", rest.lstrip(".: "))  # of a text of our own
+    return InvalidRequest(f"a schema of tools{where}{rest}", "tools")
 
 
 def _token_id(text: str) -> int:

@@ -143,9 +143,20 @@ class ChoiceText:
 
 
 def stop_string_in(
-    tokenizer: Tokenizer | None, params: SamplingParams, token_ids: Sequence[int]
+    tokenizer: Tokenizer, params: SamplingParams, token_ids: Sequence[int]
 ) -> str | None:
-    """The stop string of ``params`` that the text of these tokens completes."""
-    text = ChoiceText(tokenizer, params)
-    text.push(token_ids)
-    return text.stop_string
+    """The stop string of ``params`` that the last of these tokens completes, as a ``ChoiceText``
+    would find it. Reads no more of them than a stop string can span."""
+    if len(token_ids) <= params.min_tokens:
+        return None
+    bytes_of = tokenizer.text_bytes_of if params.skip_special_tokens else tokenizer.bytes_of
+    span = 4 * max(map(len, params.stop)) + 4  # bytes: UTF-8 has at most four a character
+    begin = len(token_ids)
+    while begin and span > 0:
+        begin -= 1
+        span -= len(bytes_of[token_ids[begin]])
+    detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, False)
+    scanner = StopScanner(params.stop)
+    scanner.scan(detokenizer.push(token_ids[begin:-1]), armed=False)
+    match = scanner.scan(detokenizer.push(token_ids[-1:]))
+    return match.stop if match is not None else None

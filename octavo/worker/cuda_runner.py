@@ -51,6 +51,8 @@ from octavo.worker.staging import Downloads, Mark
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
+# Graphs of steps with prompts whose draws wait for masks.
+MOST_MIXED_FORWARDS = 32
 # Libraries' workspaces inside captured graphs.
 WORKSPACES = 256 << 20
 
@@ -81,6 +83,9 @@ class Pending:
         self.mark.wait()
         if self.grammar_ends is not None:
             return
+        if not self.matchers:
+            self.grammar_ends = {}
+            return
         tokens = self.tokens[self.places[self.constrained]].tolist()
         ends, dropped = advance(self.matchers, tokens)
         rows = self.rows.plan_rows[self.constrained]
@@ -96,7 +101,8 @@ class Pending:
         drawn = self.rows.plan_rows[self.drawing]
         tokens[drawn, 0] = self.tokens[self.places[self.drawing]]
         accepted[drawn] = 1
-        accepted[self.dropped] = 0
+        if self.dropped:
+            accepted[self.dropped] = 0
         return StepResult(
             self.step,
             tokens,
@@ -230,6 +236,7 @@ class CudaRunner:
                 self.step.compute_last,
                 self.step.rehearse,
                 self.graphs.pool,
+                MOST_MIXED_FORWARDS,
             )
         torch.cuda.synchronize()
 
@@ -298,7 +305,8 @@ class CudaRunner:
                 self._send_masks(rows.slots[constrained], places[constrained], len(last))
             wanted = self.slots.logprobs[rows.slots[reporting]]
             masked = len(constrained) > 0
-            report = self.step.draw_special(last, places[reporting], wanted, masked)
+            told = places[reporting].astype(np.int64)
+            report = self.step.draw_special(last, told, wanted, masked)
         tokens, mark = self.downloads.fetch(self.step.tokens[: (padded or shape).num_rows])
         ends = rows.starts + rows.num_tokens
         self.slots.length[rows.slots[drawing]] = ends[drawing] + 1

@@ -205,7 +205,7 @@ class DeviceStep:
 
     def send_masks(self, places: Int32, masks: Int32, num_rows: int) -> None:
         """Enqueues the upload of ``masks`` (int32 [k, words]) for the staged rows ``places``, of
-        ``num_rows``; ``draw_masked`` applies them."""
+        ``num_rows``; ``draw_special`` applies them."""
         if self._mask_uploads is None:
             self._mask_uploads = Uploads(len(self._masks), self._masks.device)
         index = np.full(num_rows, -1, dtype=np.int32)

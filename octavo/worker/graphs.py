@@ -104,8 +104,11 @@ class Graphs:
         record: Callable[[Shape], None],
         rehearse: Callable[[Shape], None],
         pool: Any = None,
+        most_mixed: int | None = None,
     ) -> None:
-        """``pool``: that of other graphs, which are never replayed at the same time."""
+        """``pool``: that of other graphs, which are never replayed at the same time.
+        ``most_mixed``: most graphs of steps with prompts (MOST_MIXED_GRAPHS)."""
+        self._most_mixed = most_mixed
         self._record = record
         self._rehearse = rehearse
         self._max_rows = max_rows
@@ -146,7 +149,9 @@ class Graphs:
         padded = padded_mixed(shape, self._max_rows, self._max_tokens)
         if padded is None or padded in self._captured:
             return padded
-        full = len(self._captured) - len(self._decode_sizes) >= MOST_MIXED_GRAPHS
+        full = len(self._captured) - len(self._decode_sizes) >= (
+            self._most_mixed or MOST_MIXED_GRAPHS
+        )
         return None if full or padded in self._failed else padded
 
     def _fitting_decode(self, rows: int) -> Shape | None:

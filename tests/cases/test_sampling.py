@@ -129,3 +129,15 @@ def test_logprobs_beside_constraints_are_json_and_the_models_own(
             best = sorted(shown["logprobs"]["top_logprobs"][index].values(), reverse=True)[:5]
         assert abs(value - float(values[token])) < 1e-3
         assert torch.tensor(best).allclose(values.topk(5).values, atol=1e-3)
+
+
+def test_constraints_that_leave_no_token_are_the_requests_fault(random_model: Server):
+    """T20: allowed ids of which none fits the grammar, told when the first token is to be drawn."""
+    body = {"prompt": "hello", "allowed_token_ids": [40], "guided_regex": "[0-9]{3}"}
+    answer = random_model.client.post(COMPLETIONS, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == "invalid_request" and "allowed_token_ids" in error["message"]
+    answer = random_model.client.post(COMPLETIONS, json={**body, "stream": True})
+    last = [line for line in answer.text.split("\n\n") if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"] == error

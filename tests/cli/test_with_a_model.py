@@ -85,3 +85,11 @@ def test_startup_is_measured_to_the_first_token(model_r: Path, tmp_path: Path) -
     tokens = ["bench", "startup", str(model_r), *ENGINE, "--num-iters", "1"]
     assert main([*tokens, "--output-json", str(file)]) == 0
     assert 0 < json.loads(file.read_text())["median"] < 120
+
+
+def test_keys_of_the_environment_are_for_other_servers(
+    model_r: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", "of another server")
+    assert main(["complete", str(model_r), *ENGINE, "-q", "hello", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out.strip()

@@ -70,15 +70,28 @@ class Harness:
         self.scheduler.check()
         return plan
 
-    def finish(self, plan: StepPlan, token: int | dict[int, int] = 100):
-        """Executes a plan: every drawing row draws ``token`` (or token[slot])."""
+    def finish(
+        self,
+        plan: StepPlan,
+        token: int | dict[int, int] = 100,
+        grammar_ends: dict[int, str] | None = None,
+        undrawn: tuple[int, ...] = (),
+    ):
+        """Executes a plan: every drawing row draws ``token`` (or token[slot]). ``grammar_ends``: by
+        slot; ``undrawn``: slots whose token does not count."""
         draws = (plan.flags & SAMPLE).astype(bool)
         drawn = [token.get(s, 100) if isinstance(token, dict) else token for s in plan.slots]
+        told = {
+            row: grammar_ends[slot]
+            for row, slot in enumerate(plan.slots.tolist())
+            if grammar_ends and slot in grammar_ends
+        }
         result = StepResult(
             plan.step,
             np.where(draws, drawn, 0).astype(np.int32).reshape(-1, 1),
-            draws.astype(np.int32),
+            (draws & ~np.isin(plan.slots, undrawn)).astype(np.int32),
             np.zeros(0, dtype=np.int32),
+            grammar_ends=told,
         )
         update = self.scheduler.update(result)
         for handle, drawn_token in zip(update.handles.tolist(), update.tokens.tolist()):

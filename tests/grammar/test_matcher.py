@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 
 from octavo.grammar.grammars import Grammars
@@ -167,6 +168,24 @@ def test_eos_comes_where_the_output_is_complete_and_ends_it() -> None:
     ignoring = walks.matcher(StructuredOutputsParams(regex="ab*"), ignore_eos=True)
     ignoring.consume(TOKENS.index(b"a"))
     assert [TOKENS[i] for i in allowed(ignoring) or []] == [b"b"]
+
+
+def test_an_eos_that_is_not_special_is_no_text_and_may_be_named() -> None:
+    grammars = Grammars()
+    grammars.set_vocabulary(Vocabulary([b"a", b"b", b"ab", b"<e>"], [], [3]))
+    text = walks.text_of(StructuredOutputsParams(regex="a[<>eb]{2,5}"))
+    found = grammars.matcher(text, [0])
+    mask = np.zeros(1, dtype=np.int32)
+    assert found.fill(mask) and mask[0] == 0b0010  # b alone; neither ab nor the text of EOS
+    named = walks.text_of(StructuredOutputsParams(grammar='start: "a" <e>'))
+    found = grammars.matcher(named, [0])
+    assert found.fill(mask) and mask[0] == 0b1000
+    found.consume(3)
+    assert found.ended and not found.failure
+    found.rollback(1)
+    assert found.fill(mask) and mask[0] == 0b1000 and not found.ended
+    more = walks.text_of(StructuredOutputsParams(grammar='start: "a" <e> "b"'))
+    assert "before the grammar" in grammars.matcher(more, [0, 3]).failure
 
 
 def test_special_tokens_match_no_text_and_are_matched_by_name() -> None:

@@ -35,6 +35,11 @@ def test_what_a_mask_leaves_out_is_minus_infinity(rows: int, vocab: int, num_mas
     assert torch.equal(logits, expected)
 
 
+def test_bits_are_taken_apart_alike() -> None:
+    words = torch.randint(-(2**31), 2**31, (5, 7), dtype=torch.int32)
+    assert torch.equal(masks.unpacked(words), masks.unpacked_by_numpy(words))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
 @pytest.mark.parametrize("rows,vocab,num_masks", CASES)
 def test_the_kernel_does_the_same(rows: int, vocab: int, num_masks: int) -> None:

@@ -84,6 +84,20 @@ def test_stop_strings_and_counts(server_r):
         assert after[name] - before[name] == count, name
 
 
+def test_prompts_beyond_what_runs_at_once_follow(server_r):
+    """128 sequences run at once, so two prompts of 64 beams do."""
+    prompts = [[20 + i, 30, 40] for i in range(5)]
+    body = {"n": 64, "use_beam_search": True, "max_tokens": 2, "return_token_ids": True}
+    together = post(server_r, prompt=prompts, **body)["choices"]
+    assert [c["index"] for c in together] == [*range(5 * 64)]
+    alone = [c for prompt in prompts for c in post(server_r, prompt=prompt, **body)["choices"]]
+    for one, other in zip(together, alone, strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert one["prompt_token_ids"] == other["prompt_token_ids"]
+    too_many = server_r.client.post("/v1/completions", json={"prompt": "a", **body, "n": 65})
+    assert too_many.status_code == 400 and "at most 64" in too_many.text
+
+
 def test_a_client_that_leaves_ends_its_search(server_r):
     body = {"prompt": "x", "n": 8, "use_beam_search": True, "max_tokens": 1500, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
@@ -121,3 +135,11 @@ def test_what_has_no_say_in_a_search_is_refused(server, body, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
     assert server.post("/v1/completions", prompt="a", **BEAMS, **neutral).status_code == 200
+
+
+def test_a_timeout_says_how_far_the_search_had_come(server_r):
+    body = {"prompt": "x", "n": 8, "use_beam_search": True, "max_tokens": 1500, "ignore_eos": True}
+    answer = server_r.client.post("/v1/completions", json={**body, "timeout": 0.3})
+    assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
+    assert "steps of the search were done" in answer.json()["error"]["message"]
+    server_r.wait_idle(2.0)

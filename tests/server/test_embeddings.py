@@ -197,6 +197,12 @@ def test_vectors_are_the_hidden_states_of_the_last_token(server_r, model_r):
             expected = torch.nn.functional.normalize(hidden, dim=0).numpy()
             np.testing.assert_allclose(entry["embedding"], expected, rtol=0, atol=1e-4)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 89 + 16
+    many = server_r.client.post(PATH, json={"input": [prompts[1]] * 700}).json()["data"]
+    assert [entry["index"] for entry in many] == [*range(700)]
+    assert all(len(entry["embedding"]) == len(hidden) for entry in many)
+    np.testing.assert_allclose(
+        many[-1]["embedding"], answer["data"][1]["embedding"], rtol=0, atol=1e-5
+    )
     body = {"input": prompts[2], "pooling": "mean", "normalize": False}
     (entry,) = server_r.client.post(PATH, json=body).json()["data"]
     mean = oracle(model_r).hidden(prompts[2]).mean(0).numpy()

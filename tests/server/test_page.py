@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -210,7 +213,7 @@ def test_settings_reach_the_request_and_figures_come_back(server):
     visit(server, script)
 
 
-def sent_by(command: str) -> object:
+def sent_by(command: str) -> dict[str, Any]:
     """The body that a shell would give to curl."""
     if shutil.which("bash") is None:
         pytest.skip("no shell")
@@ -265,6 +268,55 @@ def test_errors_are_shown_and_leave_the_conversation_whole():
 
     with mock_server.start() as server:
         visit(server, script)
+
+
+@pytest.mark.slow
+@in_browser
+def test_an_engine_that_dies_in_the_middle_of_an_answer():
+    async def script(page: Page) -> None:
+        await ready(page)
+        await send(page, "endless")
+        await page.until(f"{ANSWERS}[0]?.textContent.length > 30")
+        os.kill(server.engine_pid, signal.SIGKILL)
+        await page.until("document.querySelector('[role=alert]') !== null")
+        shown = await page.value("document.querySelector('[role=alert]').textContent")
+        assert shown == "the engine process ended by signal 9"
+        (said,) = await texts(page)
+        assert said.startswith("abcdef")
+        assert await page.value("document.getElementById('stop').hidden")
+
+    with mock_server.start(engine={"step_seconds": 0.02}) as server:
+        visit(server, script)
+
+
+@pytest.mark.slow
+@in_browser
+def test_asking_again_and_copying(server):
+    async def script(page: Page) -> None:
+        origin = {"origin": server.url, "permissions": ["clipboardReadWrite"]}
+        await page.call("Browser.grantPermissions", **origin)
+        await ready(page)
+        for text in ("say:one", "say:two"):
+            before = await page.value(f"{ANSWERS}.length")
+            await send(page, text)
+            await page.until(f"{ANSWERS}.length > {before} && {DONE} > 2")
+            await page.until("document.getElementById('stop').hidden")
+        await page.click(".assistant:last-child .below button")
+        assert await page.value("navigator.clipboard.readText()") == "two"
+        assert await page.value("document.activeElement.textContent") == "Copied"
+        await page.click(".assistant .again")  # the first: what came after it goes
+        await page.until(f"{ANSWERS}.length === 1 && {DONE}")
+        assert await texts(page) == ["one"]
+        users = await page.value("document.querySelectorAll('.user').length")
+        assert users == 1
+        await page.click("#open-request")
+        await page.click("[data-copies=curl]")
+        copied = await page.value("navigator.clipboard.readText()")
+        roles = [message["role"] for message in sent_by(copied)["messages"]]
+        assert roles == ["user"]  # the last request, for nothing is in the field
+        await page.press("Escape")
+
+    visit(server, script)
 
 
 @pytest.mark.slow

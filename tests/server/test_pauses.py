@@ -67,7 +67,10 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any], int]] = {
     "tools_of_megabytes": (
         CHAT,
         lambda: chat(
-            tools=[{"type": "function", "function": {"name": "f", "description": "é" * 9}}] * 4000,
+            tools=[
+                {"type": "function", "function": {"name": f"f{i}", "description": "é" * 200}}
+                for i in range(1000)
+            ],
             tool_choice="none",
         ),
         200,

@@ -43,7 +43,7 @@ def model() -> Gated:
 
 @pytest.fixture
 def executor(model: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[UniExecutor]:
-    def start(config, path, progress) -> tuple[Runner, WorkerInfo]:  # type: ignore[no-untyped-def]
+    def start(config, path, progress, grammars) -> tuple[Runner, WorkerInfo]:  # type: ignore[no-untyped-def]
         runner = Runner(config, path, lambda path, config, progress: model)
         return runner, runner.start(progress)
 
@@ -103,7 +103,7 @@ def test_shutdown_ends_the_thread_after_the_plans_submitted(
 
 
 def test_what_cannot_start_raises_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(config, path, progress):  # type: ignore[no-untyped-def]
+    def start(config, path, progress, grammars):  # type: ignore[no-untyped-def]
         raise ConfigError("none: no such model")
 
     monkeypatch.setattr(executors, "start_runner", start)

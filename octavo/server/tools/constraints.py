@@ -12,13 +12,13 @@ from typing import Any
 
 from octavo.server.tools import deepseek_v3 as deepseek
 from octavo.server.tools import openai as harmony
+from octavo.server.tools.coder_grammar import coder_parameters
 from octavo.server.tools.format import Format
 from octavo.server.tools.lark import Lark, closed
 from octavo.server.tools.marks import Marks
 from octavo.server.tools.python_grammar import python_arguments
 from octavo.server.tools.reasoning import Reasons
 from octavo.server.tools.requests import Function, ToolUse
-from octavo.server.tools.schemas import resolved, types_of
 from octavo.types import InvalidRequest
 
 Functions = Sequence[tuple[Function, dict[str, Any]]]  # with the closed schema of its arguments
@@ -244,32 +244,13 @@ def _pythonic(w: Writer) -> Written:
 
 
 def _qwen3_coder(w: Writer) -> Written:
-    calls = []
-    for function, schema in w.functions:
-        required = set(schema.get("required", ()))
-        parameters = [
-            _coder_parameter(w.lark, name, value, schema) + ("" if name in required else "?")
-            for name, value in schema["properties"].items()
-        ]
-        begin = w.lark.literal(f"\n<function={function.name}>\n")
-        end = f"{w.lark.literal('</function>' + chr(10))} {w.lark.mark('</tool_call>')}"
-        calls.append(" ".join((begin, *parameters, end)))
+    end = f"{w.lark.literal('</function>' + chr(10))} {w.lark.mark('</tool_call>')}"
+    calls = [
+        f"{w.lark.literal(f'{chr(10)}<function={function.name}>{chr(10)}')} "
+        f"{coder_parameters(w.lark, schema, function.strict)} {end}"
+        for function, schema in w.functions
+    ]
     return Marked("<tool_call>", w.lark.one_of(calls), "\n")
-
-
-def _coder_parameter(lark: Lark, name: str, schema: Any, root: dict[str, Any]) -> str:
-    begin, end = lark.literal(f"<parameter={name}>\n"), "\n</parameter>\n"
-    if types_of(schema, root) != {"string"}:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        value = lark.json({**schema, **definitions} if isinstance(schema, dict) else schema)
-        return lark.rule(f"{begin} {value} {lark.literal(end)}")
-    found = resolved(schema["$ref"], root) if "$ref" in schema else schema
-    values = found.get("enum", [found["const"]] if "const" in found else None)
-    if values:
-        texts = lark.one_of([lark.literal(value) or '""' for value in values])
-        return lark.rule(f"{begin} {texts} {lark.literal(end)}")
-    text = lark.rule("/(?s:.*)/", f"[suffix={lark.literal(end)}]")
-    return lark.rule(f"{begin} {text}")
 
 
 def _openai(w: Writer) -> Written:

@@ -32,6 +32,9 @@ class Format:
     # What begins a call; ends reasoning that has no end, too, where it is a token.
     BEGINS: ClassVar[tuple[str, ...]] = ()
 
+    # A call as a model is told to write it, where its chat template does not say.
+    EXAMPLE: ClassVar[str] = '{"name": NAME, "arguments": {…}}'
+
     def __init__(self, source: Source, sink: Sink, marks: Marks, tools: Tools) -> None:
         self.source = source
         self.sink = sink

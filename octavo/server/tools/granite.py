@@ -11,3 +11,4 @@ class Granite(Tagged):
     MARKS = ("<|tool_call|>", "<tool_call>", "</tool_call>")
     BEGINS = ("<|tool_call|>", "<tool_call>")
     END = "</tool_call>"
+    EXAMPLE = '<tool_call>[{"name": NAME, "arguments": {…}}]</tool_call>'

@@ -8,7 +8,9 @@ from typing import Any
 
 from octavo.grammar.keywords import ENFORCED, LISTS, MAPS, SINGLE
 from octavo.server.tools.marks import Marks
+from octavo.types import InvalidRequest
 
+_COMPOSED = {"anyOf", "oneOf", "allOf", "$ref"}
 # Of strings; llguidance refuses others.
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"}
 
@@ -95,12 +97,29 @@ def closed(schema: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
     """A function's parameters as what its arguments may be: an object, and nothing in it that the
     schema does not name unless the schema says that there may be. Not ``strict``: less what
     cannot be enforced."""
-    whole = {"type": "object", "properties": {}, **(schema if strict else enforceable(schema))}
-    if not {"additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"} & set(
-        schema
-    ):
-        whole["additionalProperties"] = False
+    whole = {"type": "object", **(schema if strict else enforceable(schema))}
+    if not _COMPOSED & set(whole):
+        whole.setdefault("properties", {})
+        if "patternProperties" not in whole:
+            whole.setdefault("additionalProperties", False)
     return whole
+
+
+def members_of(schema: Mapping[str, Any], written: str) -> tuple[dict[str, Any], set[str]]:
+    """The properties of a function's arguments, and which are required, for formats that write
+    them one by one. Raises InvalidRequest where they cannot be told; ``written``: how the format
+    writes calls."""
+    if composed := _COMPOSED & set(schema):
+        raise refusal(f"{min(composed)!r} for all parameters", written)
+    properties, required = schema["properties"], set(schema.get("required", ()))
+    if unnamed := required - set(properties):
+        raise refusal(f"a required parameter {min(unnamed)!r} without a schema", written)
+    return properties, required
+
+
+def refusal(what: str, written: str) -> InvalidRequest:
+    return InvalidRequest(f"a schema of tools has {what}, which cannot be enforced in {written}",
+                          "tools")  # fmt: skip
 
 
 def enforceable(schema: Any) -> Any:

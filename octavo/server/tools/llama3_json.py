@@ -11,6 +11,7 @@ class Llama3Json(Bare):
     name = "llama3_json"
     MARKS = ("<|python_tag|>",)
     BEGINS = ("<|python_tag|>",)
+    EXAMPLE = '{"name": NAME, "parameters": {…}}'
 
     def calls(self) -> Steps[None]:
         while True:

@@ -1,5 +1,5 @@
 """Tools for models whose chat template knows none: described in the system message, calls and their
-results written as text. The form is that of the ``json`` format."""
+results written as text."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-_INTRODUCTION = (
-    "You can call functions. To call one, answer with a line of JSON and nothing else:\n"
-    '{"name": NAME, "arguments": {…}}\n'
-    "To call several, answer with a list of such objects. The functions, with the JSON schemas of "
-    "their parameters:\n"
-)
+_INTRODUCTION = """\
+You can call functions. To call one, write this on a line of its own and nothing after it:
+{example}
+The functions, with the JSON schemas of their parameters:
+"""
 
 
-def described(messages: list[dict[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """``messages`` with the tools in the system message, after what it said."""
+def described(
+    messages: list[dict[str, Any]], tools: Sequence[Any], example: str
+) -> list[dict[str, Any]]:
+    """``messages`` with the tools in the system message, after what it said. ``example``: how a
+    call is written."""
     lines = [
         json.dumps(tool.get("function", tool) if isinstance(tool, dict) else tool,
                    ensure_ascii=False)
         for tool in tools
     ]  # fmt: skip
-    text = _INTRODUCTION + "\n".join(lines)
+    text = _INTRODUCTION.replace("{example}", example) + "\n".join(lines)
     first = messages[0]
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}, *messages]

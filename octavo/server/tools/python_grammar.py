@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.server.tools.lark import Lark
+from octavo.server.tools.lark import Lark, members_of, refusal
 from octavo.server.tools.schemas import resolved
 from octavo.types import InvalidRequest
 
+_FORMAT = "calls written in Python (--tool-call-parser pythonic)"
 _STRING = r'/"([^"\\\n\x{00}-\x{1f}]|\\["\\nrt])*"/'
 _INTEGER = r"/-?(0|[1-9][0-9]{0,17})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/"
@@ -24,6 +25,7 @@ _KNOWN = {
 
 def python_arguments(lark: Lark, schema: Mapping[str, Any]) -> str:
     """An expression for ``a=1, b="x"``: what stands between a call's parentheses."""
+    members_of(schema, _FORMAT)
     _check(schema)
     return _Writer(lark, schema).members(schema, lambda name: f"{name}=")
 
@@ -112,8 +114,4 @@ def _check(schema: Any) -> None:
 
 
 def _refusal(what: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"a schema in tools has {what}, which cannot be enforced in calls written in Python "
-        "(--tool-call-parser pythonic)",
-        "tools",
-    )
+    return refusal(what, _FORMAT)

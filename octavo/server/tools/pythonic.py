@@ -18,6 +18,7 @@ class Pythonic(Bare):
     MARKS = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
     BEGINS = ("<|python_start|>", "<|python_tag|>")
     OPENERS = "["
+    EXAMPLE = "[NAME(PARAMETER=VALUE, …)]"
 
     def calls(self) -> Steps[None]:
         source = self.source

@@ -41,6 +41,10 @@ class Qwen3Coder(Format):
     name = "qwen3_coder"
     MARKS = ("<tool_call>", "</tool_call>")
     BEGINS = ("<tool_call>",)
+    EXAMPLE = (
+        "<tool_call>\n<function=NAME>\n<parameter=PARAMETER>\nVALUE\n</parameter>\n</function>\n"
+        "</tool_call>"
+    )
 
     def run(self) -> Steps[None]:
         while begin := (yield from self.content_until("<tool_call>", _FUNCTION)):

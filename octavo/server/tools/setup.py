@@ -14,12 +14,11 @@ from octavo.server.protocol import ChatRequest
 from octavo.server.tools.constraints import forced, free, thought_json
 from octavo.server.tools.format import Format, Tools
 from octavo.server.tools.generic import Json
-from octavo.server.tools.lark import Lark, closed
 from octavo.server.tools.marks import Marks
 from octavo.server.tools.openai import CHANNEL, MESSAGE, START, OpenAI
 from octavo.server.tools.parser import AnswerParser
-from octavo.server.tools.python_grammar import python_arguments
 from octavo.server.tools.pythonic import Pythonic
+from octavo.server.tools.qwen3_coder import Qwen3Coder
 from octavo.server.tools.reasoning import Reasons
 from octavo.server.tools.registry import FORMATS, REASONING, detected
 from octavo.server.tools.requests import ToolUse
@@ -29,6 +28,7 @@ from octavo.types import ConfigError, InvalidRequest, StructuredOutputsParams
 
 logger = logging.getLogger("octavo")
 
+BLANK = " "  # the white space that models write, and need, in the JSON of calls
 HARMONY = ("openai", "openai_gptoss")
 
 
@@ -109,7 +109,8 @@ class Parsing:
         shown = detected(self._template)
         if server.tool_call_parser == "auto":
             self.format = shown
-            logger.info("tool calls are read as %s, by the chat template", shown.name)
+            why = "shows no format" if shown is Json else "shows them so"
+            logger.info("tool calls are read as %s: the chat template %s", shown.name, why)
         elif server.tool_call_parser is not None:
             self.format = FORMATS[server.tool_call_parser]
             if shown not in (self.format, Json):
@@ -128,6 +129,11 @@ class Parsing:
             if server.reasoning_parser is not None:
                 self.reasoning = REASONING[server.reasoning_parser]
         self._marks: dict[str, Marks] = {}
+
+    @property
+    def example(self) -> str:
+        """A call as the server reads it where nothing else is said."""
+        return (self.format or Json).EXAMPLE
 
     def marks(self, kind: type[Format]) -> Marks:
         if kind.name not in self._marks:
@@ -151,7 +157,7 @@ class Parsing:
         kind = self._plain
         if use.calls:
             kind = self.format or (OpenAI if self._plain is OpenAI else Json)
-            if use.forced and kind is Pythonic and not _enforceable(use):
+            if use.forced and kind in (Pythonic, Qwen3Coder) and not _enforceable(kind, use):
                 kind = Json
         if kind is Format and self.reasoning is None:
             return None
@@ -208,7 +214,7 @@ class Parsing:
             grammar=grammar,
             after=after,
             disable_any_whitespace=sent is not None and sent.disable_any_whitespace,
-            whitespace_pattern=sent.whitespace_pattern if sent is not None else None,
+            whitespace_pattern=sent.whitespace_pattern if sent is not None else BLANK,
         )
 
     def _in_reasoning(self, prompt: Sequence[int]) -> bool | None:
@@ -248,11 +254,10 @@ def _schema(sent: StructuredOutputsParams | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _enforceable(use: ToolUse) -> bool:
-    """Whether all functions' schemas can be held to in Python."""
+def _enforceable(kind: type[Format], use: ToolUse) -> bool:
+    """Whether calls can be held to all functions' schemas in this format."""
     try:
-        for function in use.functions:
-            python_arguments(Lark(Marks(())), closed(function.parameters, function.strict))
+        forced(kind, Marks(()), use, "")
     except InvalidRequest:
         return False
     return True

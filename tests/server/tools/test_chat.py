@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from octavo.server.tools.registry import FORMATS
@@ -216,6 +217,23 @@ def test_openais_client_puts_a_stream_together(hermes):
         again.append({"role": "tool", "tool_call_id": call.id, "content": "12"})
     again += ask["messages"][:1]
     assert client.chat.completions.create(model="mock", messages=again, tools=TOOLS).choices
+
+
+class get(pydantic.BaseModel):
+    """Weather of a city."""
+
+    city: str
+
+
+def test_openais_client_parses_strict_functions(hermes):
+    client = openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="x", max_retries=0)
+    tool = openai.pydantic_function_tool(get)
+    assert tool["function"]["strict"]
+    answer = client.chat.completions.parse(
+        model="mock", messages=body(GET)["messages"], tools=[tool]
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == get(city=CITY)
 
 
 # Format -> what to say in a vocabulary that has its marks as special tokens.

@@ -32,6 +32,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "unit": {"type": "string", "enum": ["C", "F°"]},
             "days": {"type": "integer"},
             "exact": {"type": ["boolean", "null"]},
+            "note": {"type": ["string", "null"]},
+            "any": {},
+            "kind": {"enum": ["a b", 3, None]},
         },
         "required": ["city", "days"],
     },
@@ -244,8 +247,19 @@ def test_reasoning_may_come_before_forced_calls() -> None:
     assert follows(table, grammar, "<think>\nHm {\n</think>x")[0] is False
 
 
-def test_what_python_cannot_be_held_to_is_refused() -> None:
-    table = Vocabulary("pythonic", False)
-    function = Function("f", "", {"properties": {"a": {"type": "string", "pattern": "x"}}}, True)
-    with pytest.raises(InvalidRequest, match="pattern"):
-        constraints.free(KINDS["pythonic"], table.marks, ToolUse((function,), "auto"), "")
+@pytest.mark.parametrize("kind", ["pythonic", "qwen3_coder"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "x"}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}},
+        {"anyOf": [{"properties": {}}]},
+        {"properties": {}, "required": ["a"]},
+        {"properties": {"a": {"$ref": "#/nowhere"}}},
+    ],
+)
+def test_what_a_format_cannot_be_held_to_is_refused(kind: str, schema: dict[str, Any]) -> None:
+    table = Vocabulary(kind, False)
+    use = ToolUse((Function("f", "", schema, True),), "auto")
+    with pytest.raises(InvalidRequest, match="cannot be enforced in"):
+        constraints.free(KINDS[kind], table.marks, use, "")

@@ -14,7 +14,14 @@ from octavo.server.tools.deltas import Arguments, CallEnd, CallStart, Message
 from octavo.server.tools.marks import Marks
 from octavo.server.tools.parser import AnswerParser
 from octavo.server.tools.registry import FORMATS, REASONING
-from tests.server.tools.transcripts import CASES, TOOLS, Case, hermes_call
+from tests.server.tools.transcripts import (
+    CASES,
+    HARMONY_CALL,
+    TOOLS,
+    Case,
+    deepseek,
+    hermes_call,
+)
 
 THINK = ("<think>", "</think>")
 
@@ -280,3 +287,74 @@ def test_ids() -> None:
     case = Case("mistral", "[TOOL_CALLS]now[CALL_ID]abc123XYZ[ARGS]{}")
     message, _ = read(parser_of(case, marks_of(case, False)), [case.text])
     assert message.calls[0].id == "abc123XYZ"
+
+
+# ---- any calls, written as each format writes them ----
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _coder(name: str, arguments: dict[str, object]) -> str:
+    lines = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>\n"
+
+
+WRITERS = {
+    "hermes": lambda calls: "\n".join(hermes_call(n, _json(a)) for n, a in calls),
+    "granite": lambda calls: (
+        "<|tool_call|>" + _json([{"name": n, "arguments": a} for n, a in calls])
+    ),
+    "mistral": lambda calls: "".join(f"[TOOL_CALLS]{n}[ARGS]{_json(a)}" for n, a in calls),
+    "llama3_json": lambda calls: "; ".join(_json({"name": n, "parameters": a}) for n, a in calls),
+    "json": lambda calls: _json([{"name": n, "arguments": a} for n, a in calls]),
+    "pythonic": lambda calls: (
+        "["
+        + ", ".join(f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls)
+        + "]"
+    ),
+    "qwen3_coder": lambda calls: "".join(_coder(n, a) for n, a in calls),
+    "deepseek_v3": lambda calls: deepseek(*((n, _json(a)) for n, a in calls)),
+    "openai": lambda calls: "<|start|>assistant".join(
+        HARMONY_CALL.format(n, _json(a)) for n, a in calls
+    ),
+}
+_TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=6), max_size=5).map("".join)
+_VALUES = st.one_of(st.none(), st.booleans(), st.integers(-99, 99), _TEXTS, st.lists(_TEXTS))
+
+
+@settings(max_examples=150)
+@given(
+    st.sampled_from(sorted(WRITERS)),
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(TOOLS)),
+            st.dictionaries(st.sampled_from(["k", "q_1", "Zahl", "π"]), _VALUES, max_size=3),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(["", "I call.\n", "Zwei Zeilen:\n\n", "<b>x</b> {1} [2]\n"]),
+    st.randoms(use_true_random=False),
+)
+def test_any_calls_are_found(
+    name: str,
+    calls: list[tuple[str, dict[str, object]]],
+    preface: str,
+    rng: random.Random,
+) -> None:
+    """Several calls, whose texts hold the marks of all formats."""
+    if name == "qwen3_coder":  # its values are texts, which end where another parameter begins
+        calls = [
+            (n, {k: str(v).replace("</parameter>", "").replace("\r", "") for k, v in a.items()})
+            for n, a in calls
+        ]
+    case = Case(name, "")
+    text = WRITERS[name](calls)
+    prefix = preface if name != "openai" else ""
+    parts = pieces_of(prefix + text, rng)
+    message, _ = read(parser_of(case, marks_of(case, False)), parts)
+    found = [(call.name, json.loads(call.arguments)) for call in message.calls.values()]
+    assert found == [(n, dict(a)) for n, a in calls]
+    assert message.content.strip() == prefix.strip()
