@@ -34,15 +34,25 @@ def grammar_text(
     """The grammar of a request, as text. ``special``: the id of each special token. Raises
     InvalidRequest naming ``structured_outputs.FIELD`` for what is refused without compiling it."""
     _check_size(params)
+    try:
+        return _encode(_grammars(params, special, disable_any_whitespace))
+    except RecursionError:
+        field = f"structured_outputs.{params.kind}"
+        raise InvalidRequest(f"{field} is nested too deeply", field) from None
+
+
+def _grammars(
+    params: StructuredOutputsParams, special: Mapping[str, int], disable_any_whitespace: bool
+) -> list[Grammar]:
     options = _json_options(params, disable_any_whitespace)
     if params.structural_tag is None:
-        return _encode([{"name": "main", **_WRITERS[params.kind](params, options)}])
+        return [{"name": "main", **_WRITERS[params.kind](params, options)}]
+
+    def schema_grammar(schema: Grammar, field: str) -> Grammar:
+        return json_grammar(schema, options, field)
+
     tag = _as_object(params.structural_tag, FIELD)
-    return _encode(
-        structural_grammars(
-            tag, lambda schema, field: json_grammar(schema, options, field), special
-        )
-    )
+    return structural_grammars(tag, schema_grammar, special)
 
 
 def _json(params: StructuredOutputsParams, options: Grammar) -> Grammar:
