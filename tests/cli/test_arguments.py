@@ -51,7 +51,7 @@ LATER_FLAGS = """
 --data-parallel-backend ray | -dpb ray | --quantization-fp8-dynamic
 --speculative-config {} | -sc {} | --spec-method ngram | --spec-model m | --spec-tokens 5
 --speculative-model [ngram] | --num-speculative-tokens 5
---api-server-count 2 | --headless | --otlp-traces-endpoint e
+--headless | --otlp-traces-endpoint e
 """
 RETIRED = """
 --swap-space 4 | --worker-use-ray | --use-v2-block-manager | --num-lookahead-slots 3
