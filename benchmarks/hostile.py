@@ -22,7 +22,8 @@ DEEP = (3, 50, 190, 210, 5000, 200_000)
 @dataclass
 class Attack:
     """``parts`` are sent one after the other. ``incomplete``: the server may wait for more, so no
-    answer is no hang; all others must be answered. ``most_answers``: more HTTP answers than this are a request smuggled in."""
+    answer is no hang; all others must be answered. ``most_answers``: more HTTP answers than this
+    are a request smuggled in."""
 
     kind: str
     parts: list[bytes] = field(default_factory=list)
