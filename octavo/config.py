@@ -278,6 +278,7 @@ class EngineConfig:
         "none between the tokens of constrained JSON)",
         group="model",
         kind="json",
+        check=check_structured_outputs,
     )
     nvtx: bool = flag(False, "an NVTX range for every step, for Nsight Systems", group="model")
 
@@ -383,6 +384,9 @@ class ServerConfig:
     enable_request_id_headers: bool = flag(False, "X-Request-Id on every response", group="server")
     enable_prompt_tokens_details: bool = flag(True, "report cached tokens in usage", group="server")
     enable_force_include_usage: bool = flag(False, "usage in every stream", group="server")
+    api_server_count: int = flag(
+        1, "API processes behind the port, for one engine", group="server", minimum=1, maximum=64
+    )
     drain_timeout: float = flag(
         30.0,
         "seconds SIGTERM lets running requests finish",
@@ -573,7 +577,6 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--spec-tokens": "speculative decoding",
     "--speculative-model": "speculative decoding",
     "--num-speculative-tokens": "speculative decoding",
-    "--api-server-count": "several API processes",
     "--otlp-traces-endpoint": "tracing",
 }
 

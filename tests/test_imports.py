@@ -19,9 +19,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": EVERYBODY,
     "text": EVERYBODY | {"checkpoint"},
     "collector": set(),
+    "parent": set(),
     "grammar": EVERYBODY,
     "engine": EVERYBODY | {"core", "checkpoint", "grammar"},
-    "engine.process": EVERYBODY | {"engine", "collector"},
+    "engine.process": EVERYBODY | {"engine", "collector", "parent"},
     "engine.start": EVERYBODY
     | {"core", "checkpoint", "engine", "grammar", "model.facts", "worker"},
     "assembly": EVERYBODY | {"engine.messages", "text"},
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": EVERYBODY | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
-    | {"text", "checkpoint", "collector", "grammar"},
+    | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},
     "llm": EVERYBODY | {"engine", "assembly", "progress", "text", "checkpoint", "grammar"},
     "cli": {""},

@@ -292,16 +292,17 @@ class QueueGate:
 
     The prediction divides the tokens that wait by the measured rate at which waiting tokens were
     started while anything waited; both sides of the rate fade with a half-life. All times are
-    ``time.monotonic()`` seconds and passed in.
+    ``time.monotonic()`` seconds and passed in. ``share``: how many such gates an engine has; each
+    lets in its part.
     """
 
     HALF_LIFE = 30.0
     EVIDENCE = 1.0  # seconds of waiting that must have been seen before a prediction is made
 
-    def __init__(self, config: SchedulerConfig, max_num_seqs: int) -> None:
+    def __init__(self, config: SchedulerConfig, max_num_seqs: int, share: int = 1) -> None:
         limit = config.max_num_queued_reqs
-        self.max_requests = 4 * max_num_seqs if limit is None else limit
-        self.max_tokens = config.max_num_queued_tokens
+        self.max_requests = -(-(4 * max_num_seqs if limit is None else limit) // share)
+        self.max_tokens = -(-config.max_num_queued_tokens // share)
         self.max_wait = config.max_queue_wait
         self.num_requests = 0
         self.num_tokens = 0

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -26,14 +27,17 @@ from octavo.config import EngineConfig, available_cores, child_environment
 from octavo.engine.admission import QueueGate
 from octavo.engine.forecast import PlaceForecast, PlaceWaits
 from octavo.engine.messages import (
+    CLIENT_SHIFT,
     Abort,
     AddRequest,
+    Bye,
     Drain,
     EngineInfo,
     EngineStats,
     Failed,
     FromEngine,
     Heartbeat,
+    Hello,
     Outputs,
     PrefixCacheReset,
     Progress,
@@ -50,11 +54,21 @@ from octavo.types import ConfigError, EngineDead, FinishReason
 
 logger = logging.getLogger("octavo")
 
-ENGINE_MODULE = "octavo.engine.process"
+ENGINE_COMMAND = (sys.executable, "-m", "octavo.engine.process")
 HEARTBEAT_LIMIT = 1.5  # seconds; the engine beats every 0.5 s
 CHECK_INTERVAL = 0.25
 FORECAST_SECONDS = 0.02  # that a forecast of places is used
 REJECTED = "rejected"  # beside the finish reasons, in ``ProcessClient.ended``
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which of an engine's clients this is. The first one starts the engine, and judges it; the
+    others are given the directory of the sockets."""
+
+    index: int = 0
+    count: int = 1
+    directory: Path | None = None
 
 
 class _Entry:
@@ -88,7 +102,8 @@ class ProcessClient:
         self,
         config: EngineConfig,
         on_progress: Callable[[Progress], None] | None = None,
-        command: Sequence[str] = (sys.executable, "-m", ENGINE_MODULE),
+        command: Sequence[str] = ENGINE_COMMAND,
+        seat: Seat = Seat(),
     ) -> None:
         self.config = config
         self.stats = EngineStats(time=0.0)
@@ -107,7 +122,9 @@ class ProcessClient:
         self._waits_time = 0.0
         self._entries: dict[int, _Entry] = {}  # by every open handle
         self._waiting: set[int] = set()  # of those, the ones not scheduled yet
-        self._next_handle = 1
+        self.seat = seat
+        self._next_handle = (seat.index << CLIENT_SHIFT) + 1
+        self._process: asyncio.subprocess.Process | None = None
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._last_beat = 0.0
         self._step_age = 0.0
@@ -124,24 +141,33 @@ class ProcessClient:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         self.dead = asyncio.Event()
-        self._directory = Path(tempfile.mkdtemp(prefix="octavo-"))
+        own = self.seat.directory or Path(tempfile.mkdtemp(prefix="octavo-"))
+        self.directory = own  # of the sockets
         self._context = zmq.Context()
         try:
             self._outbox = self._bound(zmq.PUSH, "inbox")
             self._inbox = self._bound(zmq.PULL, "outbox")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            shutil.rmtree(self._directory, ignore_errors=True)
+            if self.seat.index == 0:
+                shutil.rmtree(own, ignore_errors=True)
             raise ConfigError(
-                f"cannot make a socket in {self._directory}: {os.strerror(error.errno or 0)}; set "
+                f"cannot make a socket in {own}: {os.strerror(error.errno or 0)}; set "
                 "TMPDIR to another directory"
             ) from None
         self._loop.add_reader(self._inbox.fileno(), self._read)
+        self._tasks = [self._loop.create_task(self._watch_heartbeat())]
+        if self.seat.index == 0:
+            await self._start_engine()
+        else:
+            self._tasks.append(self._loop.create_task(self._say_hello()))
+
+    async def _start_engine(self) -> None:
         threads = self.config.parallel.cpu_threads or available_cores()
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
-            self._address("inbox"),
-            self._address("outbox"),
+            ",".join(self._address("inbox", i) for i in range(self.seat.count)),
+            ",".join(self._address("outbox", i) for i in range(self.seat.count)),
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             env=child_environment(threads),
@@ -152,10 +178,15 @@ class ProcessClient:
         with contextlib.suppress(ConnectionError):  # it died at once: _watch_process reports that
             await self._process.stdin.drain()
         self._process.stdin.close()
-        self._tasks = [
-            self._loop.create_task(self._watch_process()),
-            self._loop.create_task(self._watch_heartbeat()),
-        ]
+        self._tasks.append(self._loop.create_task(self._watch_process(self._process)))
+
+    async def _say_hello(self) -> None:
+        """Until the engine has connected."""
+        while True:
+            with contextlib.suppress(EngineDead):
+                self._send(Hello(client=self.seat.index))
+                return
+            await asyncio.sleep(0.05)
 
     async def ready(self) -> EngineInfo:
         """Waits until the engine has loaded. Raises ConfigError (the user can mend it) or
@@ -170,6 +201,8 @@ class ProcessClient:
 
     @property
     def pid(self) -> int:
+        """Of the engine, where this client has started it."""
+        assert self._process is not None
         return self._process.pid
 
     @property
@@ -194,14 +227,15 @@ class ProcessClient:
         """Ends the process (killing it after ``grace`` seconds) and removes the sockets."""
         self._closing = True
         self._fail_all(EngineDead("the server is shutting down"))
-        if self._process.returncode is None:
+        process = self._process
+        if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(self._process.wait(), grace)
+                await asyncio.wait_for(process.wait(), grace)
             except TimeoutError:
                 self._kill()
-                await self._process.wait()
+                await process.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -209,7 +243,8 @@ class ProcessClient:
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self.seat.index == 0:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     # ---- requests ----
 
@@ -246,9 +281,14 @@ class ProcessClient:
     def check_queue(self, num_requests: int, num_tokens: int = 0, num_sequences: int = 1) -> None:
         """Raises what ``submit`` would raise for so much more, before work is spent on it."""
         gate, now = self._require_gate(), time.monotonic()
-        free = self.info.max_num_seqs - self.num_running
-        position = self.num_waiting + num_sequences - 1 - free
-        wait = self._place_wait(position, now) if position >= 0 else 0.0
+        running, waiting = self.num_running, self.num_waiting
+        if self.seat.count > 1:  # those of the other clients count, as of the last step
+            running = max(running, self.stats.num_running)
+            waiting = max(waiting, self.stats.num_waiting)
+        free = self.info.max_num_seqs - running
+        position = waiting + num_sequences - 1 - free
+        # Of the places that become free, this client sees its own share.
+        wait = self._place_wait(position // self.seat.count, now) if position >= 0 else 0.0
         gate.check(num_requests, num_tokens, now, free, wait)
 
     def _place_wait(self, position: int, now: float) -> float:
@@ -309,9 +349,15 @@ class ProcessClient:
         if self.draining:
             return
         self.draining = True
-        if self._info is not None and not self._death:
+        # With several clients the engine is ended by the first one, when all have drained.
+        if self._info is not None and not self._death and self.seat.count == 1:
             with contextlib.suppress(EngineDead):
                 self._send(Drain())
+
+    def forget_client(self, index: int) -> None:
+        """Another client of the engine has died: what it asked for is dropped."""
+        with contextlib.suppress(EngineDead):
+            self._send(Bye(client=index))
 
     # ---- wire ----
 
@@ -319,11 +365,11 @@ class ProcessClient:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.bind(self._address(name))
+        socket.bind(self._address(name, self.seat.index))
         return socket
 
-    def _address(self, name: str) -> str:
-        return f"ipc://{self._directory}/{name}"
+    def _address(self, name: str, index: int) -> str:
+        return f"ipc://{self.directory}/{name}-{index}"
 
     def _require_gate(self) -> QueueGate:
         if self.draining:
@@ -361,9 +407,11 @@ class ProcessClient:
         elif isinstance(message, Progress):
             if self._on_progress:
                 self._on_progress(message)
-        elif isinstance(message, Ready):
+        elif isinstance(message, Ready) and self._info is None:
             self._info = message.info
-            self._gate = QueueGate(self.config.scheduler, message.info.max_num_seqs)
+            self._gate = QueueGate(
+                self.config.scheduler, message.info.max_num_seqs, self.seat.count
+            )
             self._last_beat = time.monotonic()
             if not self._ready.done():
                 self._ready.set_result(message.info)
@@ -451,8 +499,8 @@ class ProcessClient:
 
     # ---- health ----
 
-    async def _watch_process(self) -> None:
-        code = await self._process.wait()
+    async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
         self._read()  # it may have said why
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         if not (self._closing or (self.draining and code == 0 and not self._entries)):
@@ -496,6 +544,6 @@ class ProcessClient:
         self.dead.set()
 
     def _kill(self) -> None:
-        if self._process.returncode is None:
+        if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

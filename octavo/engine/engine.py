@@ -25,6 +25,7 @@ from octavo.core.request import Request, State
 from octavo.core.scheduler import Limits, Scheduler, Update
 from octavo.engine.cost import StepCosts
 from octavo.engine.messages import (
+    CLIENT_SHIFT,
     AddRequest,
     EngineInfo,
     EngineStats,
@@ -233,6 +234,10 @@ class Engine:
                 self._preparing.remove(request)
             if self._scheduler.abort(request):
                 self._ended.append(request)
+
+    def abort_client(self, client: int) -> None:
+        """Ends all requests of a client that has gone."""
+        self.abort([handle for handle in self._requests if handle >> CLIENT_SHIFT == client])
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. False (and nothing done) while requests run."""

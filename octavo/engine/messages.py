@@ -1,6 +1,7 @@
 """The messages between an engine and its clients (ZMQ + msgpack, or plain calls in one process).
 
-A request is known by integer handles: choice i of a request with n choices has ``handle + i``.
+A request is known by integer handles: choice i of a request with n choices has ``handle + i``. The
+bits from ``CLIENT_SHIFT`` on say which client's it is, where there are several.
 Times are ``time.monotonic()`` of the host. Never imports torch.
 """
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from octavo.core.plan import Int32
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import FinishReason, Pooling, RequestTimings, SamplingParams
+
+CLIENT_SHIFT = 48
 
 
 def pack_ids(ids: Any) -> bytes:
@@ -67,6 +70,18 @@ class Abort(Message, tag=True):
 
 class ResetPrefixCache(Message, tag=True):
     call: int
+
+
+class Hello(Message, tag=True):
+    """A client takes its seat; Ready follows, once the model is loaded."""
+
+    client: int
+
+
+class Bye(Message, tag=True):
+    """A client has gone: its requests are dropped, and nothing more is sent to it."""
+
+    client: int
 
 
 class Drain(Message, tag=True):
@@ -207,6 +222,26 @@ class Outputs(Message, tag=True):
     prompt_logprobs: list[PromptLogprobRows] = []
     pooled: list[PooledPrompt] = []
 
+    def of_client(self, client: int) -> Outputs:
+        """The part of one client; the statistics are everybody's."""
+        handles = np.frombuffer(self.handles, dtype="<i8")
+        own = handles >> CLIENT_SHIFT == client
+
+        def part(rows: list[Any]) -> list[Any]:
+            return [row for row in rows if row.handle >> CLIENT_SHIFT == client]
+
+        return Outputs(
+            self.stats,
+            handles[own].tobytes(),
+            np.frombuffer(self.tokens, dtype="<i4")[own].tobytes(),
+            started=part(self.started),
+            finished=part(self.finished),
+            rejected=part(self.rejected),
+            logprobs=part(self.logprobs),
+            prompt_logprobs=part(self.prompt_logprobs),
+            pooled=part(self.pooled),
+        )
+
     def pairs(self) -> list[tuple[int, int]]:
         """(handle, token id) in drawing order."""
         handles = np.frombuffer(self.handles, dtype="<i8").tolist()
@@ -233,7 +268,7 @@ class Heartbeat(Message, tag=True):
     step_age: float
 
 
-ToEngine = AddRequest | SetVocabulary | Abort | ResetPrefixCache | Drain
+ToEngine = AddRequest | SetVocabulary | Abort | ResetPrefixCache | Hello | Bye | Drain
 FromEngine = Progress | Ready | Outputs | PrefixCacheReset | Failed | Heartbeat
 
 encoder = msgspec.msgpack.Encoder()

@@ -1,6 +1,6 @@
 """The engine process: an Engine behind two ZMQ sockets.
 
-    python -m octavo.engine.process INBOX OUTBOX PARENT_PID   < msgpack EngineConfig
+    python -m octavo.engine.process INBOXES OUTBOXES PARENT_PID   < msgpack EngineConfig
 
 Sends Progress while loading, then Ready or Failed; then Outputs after each step and a Heartbeat
 every half second from a thread of its own. ``--model`` must be a local path by now.
@@ -8,14 +8,12 @@ every half second from a thread of its own. ``--model`` must be a local path by 
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import logging
-import os
 import signal
 import sys
 import threading
 import time
-from typing import Any
 
 import msgspec
 import zmq
@@ -23,11 +21,15 @@ import zmq
 from octavo import collector
 from octavo.config import EngineConfig
 from octavo.engine.messages import (
+    CLIENT_SHIFT,
     Abort,
     AddRequest,
+    Bye,
     Drain,
     Failed,
     Heartbeat,
+    Hello,
+    Message,
     Outputs,
     PrefixCacheReset,
     Progress,
@@ -38,60 +40,54 @@ from octavo.engine.messages import (
     encoder,
     to_engine_decoder,
 )
+from octavo.engine.seats import Seats
+from octavo.parent import die_with_parent
 from octavo.types import ConfigError
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
 IDLE_POLL_MS = 500
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    """The kernel ends this process when its parent ends; at once if that has happened already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 class Heart(threading.Thread):
     """Tells the client every half second that this process lives, and how old its step is."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, loop: EngineLoop) -> None:
+    def __init__(self, seats: Seats, loop: EngineLoop) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self._context, self._address, self._loop = context, address, loop
+        self._seats, self._loop = seats, loop
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        with self._context.socket(zmq.PUSH) as socket:
-            socket.connect(self._address)
-            self._beat(socket)
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket) for socket in self._seats.beats()]
+            self._beat(sockets)
             while not self._stopped.wait(HEARTBEAT_SECONDS):
-                self._beat(socket)
+                self._beat(sockets)
 
     def stop(self) -> None:
         """Its socket must be closed by its own thread, before the context ends."""
         self._stopped.set()
         self.join(HEARTBEAT_SECONDS)
 
-    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+    def _beat(self, sockets: list[zmq.Socket[bytes]]) -> None:
         now = time.monotonic()
         started = self._loop.engine.step_started
         age = now - started if started is not None else 0.0
         step = self._loop.engine.scheduler.counters.steps
-        socket.send(encoder.encode(Heartbeat(now, step, age)))
+        beat = encoder.encode(Heartbeat(now, step, age))
+        for socket in sockets:
+            with contextlib.suppress(zmq.Again):
+                socket.send(beat, zmq.NOBLOCK)
 
 
 class EngineLoop:
     """Drain the inbox, step, send; until drained."""
 
-    def __init__(self, config: EngineConfig, inbox_address: str, outbox_address: str) -> None:
+    def __init__(self, config: EngineConfig, inboxes: str, outboxes: str) -> None:
         self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.connect(inbox_address)
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._outbox.connect(outbox_address)
-        self._outbox_address = outbox_address
+        self._seats = Seats(self._context, inboxes, outboxes)
+        self._inbox = self._seats.inbox
         self._config = config
         self._heart: Heart | None = None
         self._draining = False
@@ -105,7 +101,7 @@ class EngineLoop:
         )
         self._send(Ready(self.engine.info))
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
-        self._heart = Heart(self._context, self._outbox_address, self)
+        self._heart = Heart(self._seats, self)
         self._heart.start()
 
     def run(self) -> None:
@@ -115,7 +111,7 @@ class EngineLoop:
                 self.engine.grammars.build()  # it takes a moment, in which nobody waits
             outputs = self.engine.step()
             if outputs is not None:
-                self._send(outputs)
+                self._seats.send_outputs(outputs)
         self._executor.shutdown()
 
     def fail(self, error: BaseException) -> None:
@@ -136,8 +132,8 @@ class EngineLoop:
         self._send(Outputs(self.engine.stats()))
         return True
 
-    def _send(self, message: msgspec.Struct) -> None:
-        self._outbox.send(encoder.encode(message))
+    def _send(self, message: Message) -> None:
+        self._seats.send(message)
 
     def _read_inbox(self, wait_ms: int) -> bool:
         """False when nothing came."""
@@ -162,7 +158,14 @@ class EngineLoop:
                 self.engine.abort(message.handles)
             case ResetPrefixCache():
                 done = self.engine.reset_prefix_cache()
-                self._send(PrefixCacheReset(message.call, done))
+                client = message.call >> CLIENT_SHIFT
+                self._seats.send_to(client, PrefixCacheReset(message.call, done))
+            case Hello():
+                self._seats.take(message.client)
+                self._seats.send_to(message.client, Ready(self.engine.info))
+            case Bye():
+                self._seats.leave(message.client)
+                self.engine.abort_client(message.client)
             case Drain():
                 self._draining = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -234,12 +235,12 @@ def _add_facts_routes(api: FastAPI, state: ServerState) -> None:
     @api.get("/load")
     async def load() -> Response:
         """Requests being generated for, and the engine's sequences."""
-        client = state.client
+        totals = state.metrics.totals()
         return _json(
             {
-                "server_load": state.num_in_flight,
-                "num_running": client.num_running,
-                "num_waiting": client.num_waiting,
+                "server_load": totals.num_in_flight,
+                "num_running": totals.num_running,
+                "num_waiting": totals.num_waiting,
             }
         )
 
@@ -260,7 +261,16 @@ def _add_facts_routes(api: FastAPI, state: ServerState) -> None:
         """The effective configuration; ``engine.reasons`` says why values not asked for are so."""
         server = dataclasses.asdict(state.server)
         engine = state.client.info if state.client.problem() is None else None
-        return _json({"engine": engine, "engine_config": state.config, "server_config": server})
+        seat = state.client.seat
+        process = {"index": seat.index, "count": seat.count, "pid": os.getpid()}
+        return _json(
+            {
+                "engine": engine,
+                "engine_config": state.config,
+                "server_config": server,
+                "api_process": process,
+            }
+        )
 
 
 async def _read(state: ServerState, request: Request, schema: type[B]) -> B:

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,8 +26,9 @@ import uvloop
 from octavo import collector
 from octavo.checkpoint.locate import ModelFiles
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.client import ProcessClient
+from octavo.engine.client import ENGINE_COMMAND, ProcessClient, Seat
 from octavo.engine.messages import EngineInfo, Progress
+from octavo.server.group import Board, Group, MemberSettings
 from octavo.types import ConfigError, EngineDead
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ logger = logging.getLogger("octavo")
 
 DEAD_SECONDS = 5.0  # of 503 before a server without an engine ends
 STATS_INTERVAL = 10.0
+MEMBER_SECONDS = 3.0  # for the further API processes to end, after all have drained
 KEYS_INTERVAL = 1.0  # at which --api-key-file is looked at
 
 
@@ -72,8 +75,15 @@ def serve(
             Path(server.uds).unlink(missing_ok=True)
 
 
-def bind(server: ServerConfig) -> tuple[socket.socket, str]:
-    """The listening socket and the address a client connects to."""
+def bind(server: ServerConfig, checked: bool = False) -> tuple[socket.socket, str]:
+    """The listening socket and the address a client connects to. With several API processes each
+    has a socket of its own on the same port; ``checked``: it is known that no other server has
+    it. Raises ConfigError when it cannot be had."""
+    several = server.api_server_count > 1
+    if several and server.uds:
+        raise ConfigError("--api-server-count needs a port: drop --uds, or the count")
+    if several and not checked and server.port:
+        bind(replace(server, api_server_count=1))[0].close()  # fails where SO_REUSEPORT would not
     if server.uds:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         place, address = f"--uds {server.uds}", f"unix:{server.uds}"
@@ -84,6 +94,8 @@ def bind(server: ServerConfig) -> tuple[socket.socket, str]:
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if several:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         place, target = f"port {server.port} on {server.host}", (server.host, server.port)
         address = ""
     try:
@@ -111,7 +123,7 @@ def _answers(path: str) -> bool:
 
 
 class Server:
-    """One run of ``serve``."""
+    """One run of ``serve``, or of a further API process (``group``), which binds its own socket."""
 
     def __init__(
         self,
@@ -119,15 +131,18 @@ class Server:
         server: ServerConfig,
         files: ModelFiles,
         log: StartLog,
-        listener: socket.socket,
+        listener: socket.socket | None,
         address: str,
         engine_command: Sequence[str] | None,
+        seat: Seat | None = None,
     ) -> None:
         self._config, self._server = config, server
         self._files, self._log = files, log
         self._listener, self._address = listener, address
-        command = {"command": engine_command} if engine_command else {}
-        self._client = ProcessClient(config, self._show_progress, **command)
+        self._seat = seat or Seat(0, server.api_server_count)
+        command = engine_command or ENGINE_COMMAND
+        self._client = ProcessClient(config, self._show_progress, command, self._seat)
+        self._group: Group | None = None
         self._signals = 0
         self._stop = asyncio.Event()
         self._workers: Workers | None = None
@@ -137,23 +152,54 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         await self._client.start()
+        if self._seat.count > 1 and self._seat.index == 0:
+            self._group = self._make_group()
+            self._group.start()
         http: asyncio.Task[None] | None = None
         try:
-            http = await self._start_http()
+            self._make_app()
+            if self._listener is not None:
+                http = self._listen(self._listener)
+            if not self._config.model.skip_tokenizer_init:
+                await asyncio.to_thread(self._load_text)
             ended = await self._until(self._client.ready())
-            if ended:
+            if ended or (self._group is not None and await self._until(self._group.ready())):
                 return 0
+            if self._listener is None:  # nobody is sent to a further process before it can serve
+                self._listener, self._address = bind(self._server, checked=True)
+                http = self._listen(self._listener)
             self._announce()
             return await self._serve()
         except EngineDead as error:
             logger.error("%s", error)
             return 1
         finally:
+            if self._group is not None:
+                await self._group.close()
             await self._client.close()
-            if http is not None:
+            if self._workers is not None:  # the app was made
                 await self._state.grammars.close()
+            if http is not None:
                 self._http.should_exit = True
                 await http
+
+    def _make_group(self) -> Group:
+        assert self._listener is not None
+        settings = MemberSettings(
+            self._config,
+            replace(self._server, port=self._listener.getsockname()[1]),
+            str(self._files.path),
+            self._files.name,
+            self._files.is_gguf,
+            str(self._client.directory),
+            index=0,
+            parent=0,
+        )
+        return Group(settings, self._seat.count, self._on_member_death)
+
+    def _on_member_death(self, index: int, pid: int) -> None:
+        self._client.forget_client(index)
+        self._state.metrics.settle_member(pid)
 
     def leave(self, code: int) -> None:
         """Ends the process here and now where a thread is still at work for a client that is gone:
@@ -167,8 +213,8 @@ class Server:
 
     # ---- start ----
 
-    async def _start_http(self) -> asyncio.Task[None]:
-        """Imports and starts the HTTP server while the engine loads."""
+    def _make_app(self) -> None:
+        """Imports the web framework, while the engine loads."""
         from octavo.server.app import create_app
         from octavo.server.http import HTTPServer
         from octavo.server.state import ServerState
@@ -176,10 +222,9 @@ class Server:
         self._state = ServerState(self._config, self._server, self._client)
         self._workers = self._state.workers
         self._http = HTTPServer(create_app(self._state), self._server)
-        task = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        if not self._config.model.skip_tokenizer_init:
-            await asyncio.to_thread(self._load_text)
-        return task
+
+    def _listen(self, listener: socket.socket) -> asyncio.Task[None]:
+        return asyncio.create_task(self._http.serve(sockets=[listener]))
 
     def _load_text(self) -> None:
         from octavo.server.tools.setup import Parsing
@@ -200,7 +245,11 @@ class Server:
     def _announce(self) -> None:
         info = self._client.info
         self._state.metrics.size_by_tokens(info.max_model_len)
-        if self._state.tokenizer is not None:  # the engine makes its tables while it is idle
+        if self._seat.count > 1:
+            self._state.metrics.share(Board(self._client.directory))
+        if (
+            self._state.tokenizer is not None and not self._seat.index
+        ):  # the engine makes its tables while it is idle
             self._client.send_vocabulary(self._state.vocabulary())
         collector.settle()
         self._state.loaded = True
@@ -215,7 +264,11 @@ class Server:
     # ---- run and end ----
 
     async def _serve(self) -> int:
-        tasks = [asyncio.create_task(self._log_stats()), asyncio.create_task(self._watch_keys())]
+        tasks = [
+            asyncio.create_task(self._log_stats()),
+            asyncio.create_task(self._watch_keys()),
+            asyncio.create_task(self._state.metrics.keep_shared()),
+        ]
         try:
             if not await self._until(self._client.dead.wait()):
                 logger.error("%s; ending in %g s", self._client.problem(), DEAD_SECONDS)
@@ -223,6 +276,7 @@ class Server:
                     await asyncio.wait_for(self._stop.wait(), DEAD_SECONDS)
                 return 1
             await self._drain()
+            self._state.metrics.share_last()
             return 0
         finally:
             for task in tasks:
@@ -248,6 +302,8 @@ class Server:
     def _on_signal(self) -> None:
         self._signals += 1
         self._stop.set()
+        if self._group is not None:
+            self._group.signal(signal.SIGTERM)
         if self._signals > 1:
             self._client.fail_all(EngineDead("the server was told to stop at once"))
 
@@ -260,6 +316,10 @@ class Server:
         deadline = time.monotonic() + timeout
         while self._state.num_in_flight and self._signals < 2 and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        if self._group is not None:  # they have had as long; then their last events
+            with contextlib.suppress(TimeoutError):
+                left = max(0.0, deadline - time.monotonic())
+                await asyncio.wait_for(self._group.ended(), left + MEMBER_SECONDS)
         client.fail_all(EngineDead("the server is shutting down"))
         for _ in range(50):  # the last events are being written
             if not self._state.num_in_flight:
@@ -267,14 +327,15 @@ class Server:
             await asyncio.sleep(0.02)
 
     async def _log_stats(self) -> None:
-        if self._server.disable_log_stats:
+        if self._server.disable_log_stats or self._seat.index:
             return
         metrics, client = self._state.metrics, self._client
         before = (0, 0)
         while True:
             await asyncio.sleep(STATS_INTERVAL)
-            now = (metrics.num_prompt_tokens, metrics.num_generated_tokens)
-            if now == before and not client.num_open:
+            totals = metrics.totals()
+            now = (totals.num_prompt_tokens, totals.num_generated_tokens)
+            if now == before and not totals.num_running + totals.num_waiting:
                 continue
             stats = client.stats
             blocks = stats.blocks_used + stats.blocks_cached + stats.blocks_free
@@ -284,8 +345,8 @@ class Server:
                 "KV cache %.1f %%, prefix hits %.1f %%, preemptions %d",
                 (now[0] - before[0]) / STATS_INTERVAL,
                 (now[1] - before[1]) / STATS_INTERVAL,
-                client.num_running,
-                client.num_waiting,
+                totals.num_running,
+                totals.num_waiting,
                 100 * stats.blocks_used / blocks if blocks else 0.0,
                 100 * hits,
                 stats.num_preemptions,

@@ -8,9 +8,11 @@ token; decode = first → last token; inference = first scheduled → last token
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
@@ -24,6 +26,8 @@ from prometheus_client.registry import Collector
 
 from octavo.engine.client import REJECTED, ProcessClient
 from octavo.engine.messages import EngineStats
+from octavo.server.group import Board
+from octavo.server.totals import Totals, summed
 from octavo.types import FinishReason, RequestTimings, SamplingParams
 
 FIRST_TOKEN_BUCKETS = (
@@ -40,6 +44,15 @@ REQUEST_BUCKETS = (
 STEP_BUCKETS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 STEP_TOKEN_BUCKETS = (1, 8, *(2**k for k in range(4, 15)))
 N_BUCKETS = (1, 2, 5, 10, 20)
+# Histograms that each API process has its part of; those of steps are the engine's.
+SUMMED = (
+    *("first_token", "inter_token", "per_output_token", "request", "queue", "inference"),
+    *("prefill", "decode", "prompt_tokens", "generation_tokens", "max_generation_tokens"),
+    *("params_n", "params_max_tokens"),
+)
+BOARD_SECONDS = 0.25
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Totals).decode
 
 
 def token_buckets(limit: int) -> tuple[int, ...]:
@@ -96,6 +109,8 @@ class Metrics(Collector):
         self.num_generated_tokens = 0
         self._last_step = 0
         self.size_by_tokens(max_model_len)
+        self.in_flight: Callable[[], int] = lambda: 0  # HTTP requests; set by their owner
+        self._board: Board | None = None  # of several API processes
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -106,6 +121,52 @@ class Metrics(Collector):
         self.generation_tokens = Histogram(bounds)
         self.max_generation_tokens = Histogram(bounds)
         self.params_max_tokens = Histogram(bounds)
+
+    # ---- several API processes ----
+
+    def own(self) -> Totals:
+        """What this process has counted."""
+        client = self._client
+        histograms = {name: getattr(self, name) for name in SUMMED}
+        return Totals(
+            num_in_flight=self.in_flight(),
+            num_running=client.num_running,
+            num_waiting=client.num_waiting,
+            num_waiting_tokens=client.num_waiting_tokens,
+            num_admitted=client.num_admitted,
+            num_timed_out=self.num_timed_out,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            ended=dict(client.ended),
+            refused={str(status): count for status, count in self.refused.items()},
+            histograms={name: (h.counts, h.total) for name, h in histograms.items()},
+        )
+
+    def totals(self) -> Totals:
+        """The sum over all API processes: of the others what they wrote last, at most
+        ``BOARD_SECONDS`` ago."""
+        others = self._board.others() if self._board is not None else []
+        return summed([self.own(), *map(_decode, others)])
+
+    def share(self, board: Board) -> None:
+        self._board = board
+
+    async def keep_shared(self) -> None:
+        """Writes what this process has counted, again and again."""
+        while self._board is not None:
+            self._board.write(_encode(self.own()))
+            await asyncio.sleep(BOARD_SECONDS)
+
+    def share_last(self) -> None:
+        """What is left to tell at the end."""
+        if self._board is not None:
+            self._board.write(_encode(self.own()))
+
+    def settle_member(self, pid: int) -> None:
+        """The process has died: what was open in it counts as aborted."""
+        if self._board is not None:
+            self._board.settle(pid, lambda raw: _encode(_decode(raw).after_death()))
 
     # ---- measured in passing ----
 
@@ -153,9 +214,11 @@ class Metrics(Collector):
         return encode(self.registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._gauges()
-        yield from self._counters()
-        yield from self._histograms()
+        """Counts are summed over all API processes; what the engine says is told once."""
+        totals = self.totals()
+        yield from self._gauges(totals)
+        yield from self._counters(totals)
+        yield from self._histograms(totals)
 
     def _family(
         self,
@@ -171,21 +234,21 @@ class Metrics(Collector):
             family.add_metric([*self._labels.values(), *labels.values()], value)  # type: ignore[attr-defined]
         return family
 
-    def _gauges(self) -> Iterator[Metric]:
-        client, stats = self._client, self._client.stats
+    def _gauges(self, totals: Totals) -> Iterator[Metric]:
+        stats = self._client.stats
         num_blocks = stats.blocks_used + stats.blocks_cached + stats.blocks_free
         usage = stats.blocks_used / num_blocks if num_blocks else 0.0
 
         def gauge(name: str, help: str, value: float) -> Metric:
             return self._family(GaugeMetricFamily, name, help, [({}, value)])
 
-        yield gauge("vllm:num_requests_running", "Sequences being generated", client.num_running)
-        yield gauge("vllm:num_requests_waiting", "Sequences in the queue", client.num_waiting)
+        yield gauge("vllm:num_requests_running", "Sequences being generated", totals.num_running)
+        yield gauge("vllm:num_requests_waiting", "Sequences in the queue", totals.num_waiting)
         yield self._family(
             GaugeMetricFamily,
             "vllm:num_requests_waiting_by_reason",
             "Sequences in the queue; capacity: for a free place or KV blocks",
-            [({"reason": "capacity"}, client.num_waiting), ({"reason": "deferred"}, 0)],
+            [({"reason": "capacity"}, totals.num_waiting), ({"reason": "deferred"}, 0)],
         )
         for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
             yield gauge(name, "Share of KV blocks held by sequences, 0 to 1", usage)
@@ -210,9 +273,9 @@ class Metrics(Collector):
             stats.graphs_pending,
         )
         yield gauge(
-            "octavo_waiting_prompt_tokens", "Prompt tokens in the queue", client.num_waiting_tokens
+            "octavo_waiting_prompt_tokens", "Prompt tokens in the queue", totals.num_waiting_tokens
         )
-        if client.problem() is None:
+        if self._client.problem() is None:
             yield from self._facts()
 
     def _facts(self) -> Iterator[Metric]:
@@ -236,8 +299,8 @@ class Metrics(Collector):
             [({"phase": phase}, value) for phase, value in info.startup_seconds.items()],
         )
 
-    def _counters(self) -> Iterator[Metric]:
-        client, stats = self._client, self._client.stats
+    def _counters(self, totals: Totals) -> Iterator[Metric]:
+        stats = self._client.stats
 
         def counter(name: str, help: str, value: float) -> Metric:
             return self._family(CounterMetricFamily, name, help, [({}, value)])
@@ -247,33 +310,33 @@ class Metrics(Collector):
         yield counter("vllm:num_preemptions", "Preemptions", stats.num_preemptions)
         yield counter("octavo_cow_copies", "Blocks copied on write", stats.num_copies)
         yield counter(
-            "vllm:prompt_tokens", "Prompt tokens of started requests", self.num_prompt_tokens
+            "vllm:prompt_tokens", "Prompt tokens of started requests", totals.num_prompt_tokens
         )
         yield counter(
-            "vllm:prompt_tokens_cached", "Of those, found in the cache", self.num_cached_tokens
+            "vllm:prompt_tokens_cached", "Of those, found in the cache", totals.num_cached_tokens
         )
         yield counter(
-            "vllm:generation_tokens", "Tokens returned to clients", self.num_generated_tokens
+            "vllm:generation_tokens", "Tokens returned to clients", totals.num_generated_tokens
         )
-        ended = client.ended
+        ended = totals.ended
         yield self._family(
             CounterMetricFamily,
             "vllm:request_success",
             "Sequences that ended, by reason",
             [({"finished_reason": r.value}, ended[r.value]) for r in FinishReason],
         )
-        yield counter("octavo_requests_admitted", "Sequences queued", client.num_admitted)
+        yield counter("octavo_requests_admitted", "Sequences queued", totals.num_admitted)
         yield counter(
             "octavo_requests_rejected", "Queued sequences the engine refused", ended[REJECTED]
         )
         yield counter(
-            "octavo_requests_timed_out", "HTTP requests whose timeout passed", self.num_timed_out
+            "octavo_requests_timed_out", "HTTP requests whose timeout passed", totals.num_timed_out
         )
         yield self._family(
             CounterMetricFamily,
             "octavo_requests_refused",
             "HTTP requests refused before they were queued, by status",
-            [({"status": str(status)}, count) for status, count in self.refused.items()],
+            [({"status": status}, count) for status, count in totals.refused.items()],
         )
         for name, what in (
             ("num_drafts", "Drafts"),
@@ -282,42 +345,50 @@ class Metrics(Collector):
         ):
             yield counter(f"vllm:spec_decode_{name}", f"{what} (no speculation: 0)", 0)
 
-    def _histograms(self) -> Iterator[Metric]:
-        for name, help, histogram in (
-            ("vllm:time_to_first_token_seconds", "Arrival to first token", self.first_token),
-            ("vllm:inter_token_latency_seconds", "Between a sequence's tokens", self.inter_token),
+    def _histograms(self, totals: Totals) -> Iterator[Metric]:
+        for name, help, attribute in (
+            ("vllm:time_to_first_token_seconds", "Arrival to first token", "first_token"),
+            ("vllm:inter_token_latency_seconds", "Between a sequence's tokens", "inter_token"),
             (
                 "vllm:time_per_output_token_seconds",
                 "The same as inter_token_latency_seconds, under its older name",
-                self.inter_token,
+                "inter_token",
             ),
             (
                 "vllm:request_time_per_output_token_seconds",
                 "Mean of a sequence: decode time / (tokens - 1)",
-                self.per_output_token,
+                "per_output_token",
             ),
-            ("vllm:e2e_request_latency_seconds", "Arrival to last token", self.request),
-            ("vllm:request_queue_time_seconds", "Arrival to first scheduled", self.queue),
-            ("vllm:request_inference_time_seconds", "Scheduled to last token", self.inference),
-            ("vllm:request_prefill_time_seconds", "Scheduled to first token", self.prefill),
-            ("vllm:request_decode_time_seconds", "First to last token", self.decode),
-            ("vllm:request_prompt_tokens", "Prompt tokens", self.prompt_tokens),
-            ("vllm:request_generation_tokens", "Output tokens", self.generation_tokens),
+            ("vllm:e2e_request_latency_seconds", "Arrival to last token", "request"),
+            ("vllm:request_queue_time_seconds", "Arrival to first scheduled", "queue"),
+            ("vllm:request_inference_time_seconds", "Scheduled to last token", "inference"),
+            ("vllm:request_prefill_time_seconds", "Scheduled to first token", "prefill"),
+            ("vllm:request_decode_time_seconds", "First to last token", "decode"),
+            ("vllm:request_prompt_tokens", "Prompt tokens", "prompt_tokens"),
+            ("vllm:request_generation_tokens", "Output tokens", "generation_tokens"),
             (
                 "vllm:request_max_num_generation_tokens",
                 "Output tokens of a request's longest choice",
-                self.max_generation_tokens,
+                "max_generation_tokens",
             ),
-            ("vllm:request_params_n", "Choices asked for", self.params_n),
-            ("vllm:request_params_max_tokens", "max_tokens asked for", self.params_max_tokens),
-            ("vllm:iteration_tokens_total", "Tokens computed by a step", self.step_tokens),
+            ("vllm:request_params_n", "Choices asked for", "params_n"),
+            ("vllm:request_params_max_tokens", "max_tokens asked for", "params_max_tokens"),
         ):
-            yield self._histogram(name, help, [({}, histogram)])
+            yield self._histogram(name, help, [({}, self._summed(attribute, totals))])
+        tokens = self.step_tokens
+        yield self._histogram(
+            "vllm:iteration_tokens_total", "Tokens computed by a step", [({}, tokens)]
+        )
         yield self._histogram(
             "octavo_step_seconds",
             "Seconds of a step, and of scheduling in it",
             [({"part": part}, histogram) for part, histogram in self.step_seconds.items()],
         )
+
+    def _summed(self, attribute: str, totals: Totals) -> Histogram:
+        summed = Histogram(getattr(self, attribute).bounds)
+        summed.counts, summed.total = totals.histograms[attribute]
+        return summed
 
     def _histogram(
         self, name: str, help: str, parts: list[tuple[dict[str, str], Histogram]]

@@ -60,6 +60,7 @@ class ServerState:
         self.loaded = False  # engine and text side are both there
         self.created = int(time.time())
         self.num_in_flight = 0  # HTTP requests being generated for
+        self.metrics.in_flight = lambda: self.num_in_flight
         facts = msgspec.json.encode([config.model, config.enforce_eager])
         digest = hashlib.blake2b(facts, digest_size=6).hexdigest()
         self.fingerprint = f"fp_octavo_{__version__}_{digest}"

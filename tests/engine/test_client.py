@@ -78,7 +78,7 @@ def test_start_reports_progress_and_what_was_found():
         assert info.max_num_seqs == 8
         assert seen[0].phase == "weights"
         assert client.problem() is None
-        directory = client._directory
+        directory = client.directory
         assert directory.exists()
         await client.close()
         assert not directory.exists()

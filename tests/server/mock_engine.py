@@ -8,6 +8,7 @@ first, last, 1). Options: see ``Options``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -24,6 +25,7 @@ import zmq
 
 from octavo.config import EngineConfig
 from octavo.engine import messages as m
+from octavo.engine.seats import Seats
 from octavo.types import FinishReason, RequestTimings
 
 BOS, EOS, VOCAB = 256, 257, 260
@@ -61,12 +63,9 @@ class MockEngine:
     def __init__(self, options: Options, inbox: str, outbox: str) -> None:
         self.options = options
         context = zmq.Context()
-        self.inbox = context.socket(zmq.PULL)
-        self.inbox.connect(inbox)
-        self.outbox_address = outbox
         self.context = context
-        self.outbox = context.socket(zmq.PUSH)
-        self.outbox.connect(outbox)
+        self.seats = Seats(context, inbox, outbox)
+        self.inbox = self.seats.inbox
         self.waiting: list[m.AddRequest] = []
         self.running: dict[int, Row] = {}
         self.stats = m.EngineStats(time=0.0, graphs_pending=options.graphs)
@@ -74,7 +73,10 @@ class MockEngine:
         self.draining = False
 
     def send(self, message: m.FromEngine) -> None:
-        self.outbox.send(m.encoder.encode(message))
+        if isinstance(message, m.Outputs):
+            self.seats.send_outputs(message)
+        else:
+            self.seats.send(message)
 
     def load(self, config: EngineConfig) -> None:
         o = self.options
@@ -86,28 +88,27 @@ class MockEngine:
             self.send(m.Failed(o.fail, user_error=True))
             time.sleep(0.2)
             sys.exit(2)
-        self.send(
-            m.Ready(
-                m.EngineInfo(
-                    model="mock", architecture="mock", dtype="float32", device="cpu", threads=1,
-                    vocab_size=o.vocab_size, max_model_len=o.max_model_len, eos_ids=[EOS],
-                    block_size=16, num_blocks=o.num_blocks, kv_cache_bytes=1, weight_bytes=1,
-                    max_num_seqs=o.max_num_seqs, max_num_batched_tokens=256, implementations={},
-                    startup_seconds={"weights": o.load_seconds}, reasons={"dtype": "mock"},
-                    default_sampling=o.default_sampling, hidden_size=4,
-                )
-            )
+        self.info = m.EngineInfo(
+            model="mock", architecture="mock", dtype="float32", device="cpu", threads=1,
+            vocab_size=o.vocab_size, max_model_len=o.max_model_len, eos_ids=[EOS],
+            block_size=16, num_blocks=o.num_blocks, kv_cache_bytes=1, weight_bytes=1,
+            max_num_seqs=o.max_num_seqs, max_num_batched_tokens=256, implementations={},
+            startup_seconds={"weights": o.load_seconds}, reasons={"dtype": "mock"},
+            default_sampling=o.default_sampling, hidden_size=4,
         )  # fmt: skip
+        self.send(m.Ready(self.info))
         self.send(m.Outputs(stats=self.stats))
         threading.Thread(target=self.beat, daemon=True).start()
 
     def beat(self) -> None:
-        socket = self.context.socket(zmq.PUSH)
-        socket.connect(self.outbox_address)
+        sockets = self.seats.beats()
         while True:
             now = time.monotonic()
             age = now - self.step_started if self.step_started else 0.0
-            socket.send(m.encoder.encode(m.Heartbeat(now, self.stats.num_steps, age)))
+            for socket in sockets:
+                with contextlib.suppress(zmq.Again):
+                    beat = m.Heartbeat(now, self.stats.num_steps, age)
+                    socket.send(m.encoder.encode(beat), zmq.NOBLOCK)
             time.sleep(0.5)
 
     def receive(self) -> None:
@@ -121,7 +122,19 @@ class MockEngine:
                     self.running.pop(handle, None)
                 self.waiting = [r for r in self.waiting if r.handle not in message.handles]
             elif isinstance(message, m.ResetPrefixCache):
-                self.send(m.PrefixCacheReset(message.call, not self.running))
+                reset = m.PrefixCacheReset(message.call, not self.running)
+                self.seats.send_to(message.call >> m.CLIENT_SHIFT, reset)
+            elif isinstance(message, m.Hello):
+                self.seats.take(message.client)
+                self.seats.send_to(message.client, m.Ready(self.info))
+            elif isinstance(message, m.Bye):
+                self.seats.leave(message.client)
+                gone = [h for h in self.running if h >> m.CLIENT_SHIFT == message.client]
+                for handle in gone:
+                    del self.running[handle]
+                self.waiting = [
+                    r for r in self.waiting if r.handle >> m.CLIENT_SHIFT != message.client
+                ]
             elif isinstance(message, m.Drain):
                 self.draining = True
             idle = False

@@ -63,11 +63,15 @@ class MockServer:
     @property
     def engine_pid(self) -> int:
         task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return int(task.read_text().split()[0])
+        children = [int(pid) for pid in task.read_text().split()]
+        return next(p for p in children if b"octavo.server.member" not in _command_line(p))
 
     def api_pids(self) -> list[int]:
-        """Processes that speak HTTP."""
-        return [self.process.pid]
+        """Processes that speak HTTP, the first one first."""
+        task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        children = [int(pid) for pid in task.read_text().split()]
+        members = [p for p in children if b"octavo.server.member" in _command_line(p)]
+        return [self.process.pid, *members]
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -112,6 +116,13 @@ class MockServer:
         }:  # fmt: skip
             assert time.monotonic() < deadline, self.client.get("/load").text
             time.sleep(0.01)
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def free_port() -> int:

@@ -7,6 +7,8 @@ import json
 
 import httpx
 
+from tests.fixtures import server
+
 
 def post(server, path="/v1/completions", **body):
     answer = server.client.post(path, json=body)
@@ -71,3 +73,23 @@ def test_chat_through_the_template(server_r):
     ids = post(server_r, "/tokenize", messages=messages)["tokens"]
     assert answer["usage"]["prompt_tokens"] == len(ids)
     assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_two_api_processes_share_one_engine_and_its_cache(model_r):
+    flags = ["--dtype", "float32", "--kv-cache-memory-bytes", "16MiB", "--api-server-count", "2"]
+    with server.start(model_r, *flags) as running:
+        prompt = list(range(3, 60))
+        seen, texts, cached = set(), set(), []
+        for _ in range(60):
+            with httpx.Client(base_url=running.url, timeout=30) as client:
+                index = client.get("/server_info").json()["api_process"]["index"]
+                body = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
+                answer = client.post("/v1/completions", json=body).json()
+            texts.add(answer["choices"][0]["text"])
+            if index not in seen:
+                cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            seen.add(index)
+            if len(seen) == 2:
+                break
+        assert seen == {0, 1} and len(texts) == 1
+        assert cached[0] == 0 and cached[1] > 40, "what one has computed serves the other"

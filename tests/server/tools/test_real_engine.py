@@ -39,6 +39,7 @@ SAID = (
     f'I look, twice.\n<tool_call>\n{{"name": "look", "arguments": {HARD}}}\n</tool_call>\n'
     f'<tool_call>\n{{"name": "now", "arguments": {{"q": "</tool_call>"}}}}\n</tool_call>'
 )
+UNKNOWN = 'Ok.\n<tool_call>\n{"name": "now", "arguments": {"q": "é"}}\n</tool_call>'
 
 
 def post(running: Server, **fields: Any) -> dict[str, Any]:
@@ -62,9 +63,11 @@ def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[Server]:
-    """Says ``SAID`` in tokens of three characters."""
-    pieces = [SAID[start : start + 3] for start in range(0, len(SAID), 3)]
-    model = scripted_model("tools", [list(pieces)])
+    """Says ``SAID``, or ``UNKNOWN``, in tokens of three characters."""
+    texts = (SAID, UNKNOWN)
+    model = scripted_model(
+        "tools", [[text[start : start + 3] for start in range(0, len(text), 3)] for text in texts]
+    )
     with server.start(model.path, *SMALL, *AUTO, "hermes") as running:
         yield running
 
@@ -85,6 +88,16 @@ def test_scripted_calls_are_the_same_streamed_and_whole(scripted):
         call["function"]["arguments"] for call in choice["message"]["tool_calls"]
     ]
     assert said["content"] == "I look, twice." and said["finish_reason"] == "tool_calls"
+
+
+def test_a_strict_function_gets_what_its_schema_says_though_the_choice_is_free(scripted):
+    """The script calls with an argument that the schema of ``now`` does not know."""
+    ask = {"messages": [{"role": "user", "content": "1"}], "temperature": 0, "max_tokens": 200}
+    for strict, arguments in ((False, {"q": "é"}), (True, {})):
+        now = {"name": "now", "parameters": {}, "strict": strict}
+        choice = post(scripted, **ask, tools=[{"type": "function", "function": now}])["choices"][0]
+        assert calls_of(choice)[0] == ("now", arguments)
+        assert choice["message"]["content"].startswith("Ok.")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -222,7 +235,7 @@ def test_json_or_calls_where_both_are_asked_for(random_hermes):
             "parallel_tool_calls": False, "logit_bias": {str(mark): 100} if calling else {},
         }  # fmt: skip
         choice = post(random_hermes, **ask)["choices"][0]
-        if calling:
+        if calling or "tool_calls" in choice["message"]:
             ((name, arguments),) = calls_of(choice)
             jsonschema_rs.Draft202012Validator(SCHEMAS[name]).validate(arguments)
         else:

@@ -1,0 +1,230 @@
+"""--api-server-count 2: two API processes on one port, one engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+
+from octavo.server.totals import Totals, summed
+from tests.server import mock_server
+from tests.server.test_lifecycle import ENDLESS, SLOW
+
+TWO = {"api_server_count": 2}
+
+
+def wait(condition, seconds=10.0, what=""):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.03)
+
+
+class Client:
+    """One connection, hence one of the processes."""
+
+    def __init__(self, server, **headers):
+        self.http = httpx.Client(base_url=server.url, timeout=20, headers=headers)
+        self.process = self.http.get("/server_info").json()["api_process"]
+
+    @property
+    def index(self):
+        return self.process["index"]
+
+
+def one_of_each(server, **headers):
+    """A client of the first process and one of the second."""
+    found = {}
+    for _ in range(200):
+        client = Client(server, **headers)
+        found.setdefault(client.index, client)
+        if len(found) == 2:
+            return found[0], found[1]
+    raise AssertionError(f"all 200 connections went to process {list(found)}")
+
+
+class Stream(threading.Thread):
+    def __init__(self, client, **body):
+        super().__init__()
+        self.lines = []
+        self.error = None
+        self._client, self._body = client, {**ENDLESS, **body, "stream": True}
+        self.start()
+        wait(lambda: self.lines or self.error)
+
+    def run(self):
+        try:
+            with self._client.http.stream("POST", "/v1/completions", json=self._body) as answer:
+                for line in answer.iter_lines():
+                    if line:
+                        self.lines.append(line)
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def end(self, seconds=10):
+        self.join(seconds)
+        assert not self.is_alive()
+        return self.lines[-1]
+
+
+def samples(client):
+    page = client.http.get("/metrics").text
+    pairs = [line.rpartition(" ") for line in page.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in pairs}
+
+
+def total(found, name):
+    return sum(value for key, value in found.items() if key.partition("{")[0] == name)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with mock_server.start(engine={**SLOW, "max_num_seqs": 16}, server=TWO) as server:
+        yield server
+        server.wait_idle()
+        assert "Traceback" not in server.log
+
+
+def test_each_process_gets_its_own_tokens_and_a_scrape_of_any_shows_the_sum(pair):
+    first, second = one_of_each(pair)
+    assert first.process["pid"] != second.process["pid"]
+    assert [c.process["count"] for c in (first, second)] == [2, 2]
+    texts = {}
+
+    def ask(client, word):
+        body = {"prompt": f"say:{word * 9}", "max_tokens": 30, "logprobs": 1, "n": 2}
+        texts[word] = client.http.post("/v1/completions", json=body).json()["choices"]
+
+    words = "abcdefgh"
+    threads = [threading.Thread(target=ask, args=((first, second)[i % 2], w))
+               for i, w in enumerate(words)]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for word in words:
+        assert [choice["text"] for choice in texts[word]] == [word * 9] * 2
+    assert first.http.post("/reset_prefix_cache").json() == {"success": True}
+    assert second.http.post("/reset_prefix_cache").json() == {"success": True}
+    time.sleep(0.6)  # what the other wrote last may be a quarter of a second old
+    for client in (first, second):
+        found = samples(client)
+        assert total(found, "octavo_requests_admitted_total") == 2 * len(words)
+        assert total(found, "vllm:request_success_total") == 2 * len(words)
+        assert total(found, "vllm:generation_tokens_total") == 2 * 10 * len(words)
+        assert total(found, "vllm:request_generation_tokens_count") == 2 * len(words)
+        steps = total(found, "vllm:iteration_tokens_total_count")
+        assert 0 < steps < 200, "the engine's steps are counted once"
+
+
+def test_load_and_conservation_hold_while_both_are_busy(pair):
+    clients = one_of_each(pair)
+    before = total(samples(clients[0]), "octavo_requests_admitted_total")
+    streams = [Stream(client, max_tokens=60) for client in clients]
+    watchers = one_of_each(pair)
+    time.sleep(0.4)
+    for watcher in watchers:
+        assert watcher.http.get("/load").json()["num_running"] == 2
+        found = samples(watcher)
+        assert total(found, "octavo_requests_admitted_total") == before + 2
+        assert total(found, "octavo_requests_admitted_total") == (
+            total(found, "vllm:request_success_total")
+            + total(found, "octavo_requests_rejected_total")
+            + total(found, "vllm:num_requests_running")
+            + total(found, "vllm:num_requests_waiting")
+        )
+    for stream in streams:
+        assert stream.end() == "data: [DONE]"
+
+
+def test_a_process_that_dies_costs_only_its_own_requests_and_is_started_again():
+    with mock_server.start(engine={**SLOW, "max_num_seqs": 16}, server=TWO) as server:
+        first, second = one_of_each(server)
+        staying, dying = Stream(first, max_tokens=150), Stream(second)
+        time.sleep(0.6)
+        os.kill(second.process["pid"], signal.SIGKILL)
+        dying.join(5)
+        assert dying.error is not None
+        assert first.http.get("/health").status_code == 200
+        assert staying.end() == "data: [DONE]"
+        wait(lambda: len(server.api_pids()) == 2 and server.api_pids()[1] != second.process["pid"])
+        wait(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+        _, again = one_of_each(server)
+        assert again.http.post("/v1/completions", json={"prompt": "say:x"}).status_code == 200
+        server.wait_idle()
+        time.sleep(0.6)
+        for client in one_of_each(server):
+            found = samples(client)
+            assert total(found, "octavo_requests_admitted_total") == 3
+            aborted = [v for k, v in found.items() if 'finished_reason="abort"' in k]
+            assert aborted == [1]
+        assert "API process 1 ended with code -9" in server.log
+        assert "Traceback" not in server.log
+
+
+def test_sigterm_drains_both_and_leaves_no_process():
+    with mock_server.start(engine=SLOW, server=TWO) as server:
+        streams = [Stream(client, max_tokens=60) for client in one_of_each(server)]
+        pids = [*server.api_pids(), server.engine_pid]
+        assert len(pids) == 3
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert [stream.end() for stream in streams] == ["data: [DONE]"] * 2
+        assert server.process.wait(10) == 0
+        wait(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")], 3)
+        assert "Traceback" not in server.log
+
+
+def test_a_killed_engine_ends_all():
+    with mock_server.start(engine=SLOW, server=TWO) as server:
+        clients = one_of_each(server)
+        streams = [Stream(client) for client in clients]
+        pids = server.api_pids()
+        os.kill(server.engine_pid, signal.SIGKILL)
+        for stream in streams:
+            assert "engine_unavailable" in stream.end(4)
+        assert [client.http.get("/health").status_code for client in clients] == [503, 503]
+        assert server.process.wait(12) == 1
+        wait(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")], 3)
+
+
+def test_none_outlives_the_first():
+    with mock_server.start(server=TWO) as server:
+        pids = [*server.api_pids(), server.engine_pid]
+        server.process.kill()
+        server.process.wait()
+        wait(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")], 3)
+
+
+def test_changed_keys_count_in_both(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("a key-a infer,admin\n")
+    path.chmod(0o600)
+    with mock_server.start(server={**TWO, "api_key_file": str(path)}) as server:
+        clients = one_of_each(server, authorization="Bearer key-a")
+        path.write_text("b key-b-new infer,admin\n")
+        wait(lambda: {c.http.get("/v1/models").status_code for c in clients} == {401})
+        assert "key-b-new" not in server.log
+
+
+def test_a_port_that_another_server_shares_is_taken():
+    with mock_server.start(server=TWO) as server:
+        port = int(server.url.rpartition(":")[2])
+        with mock_server.start(server={**TWO, "port": port}, ready=False) as second:
+            assert second.process.wait(10) == 2
+            assert "Address already in use" in second.log
+
+
+def test_sums_of_totals():
+    one = Totals(num_running=2, num_waiting=1, num_admitted=5, ended={"stop": 2, "abort": 0},
+                 histograms={"queue": ([1, 0], 0.5)})  # fmt: skip
+    both = summed([one, one.after_death()])
+    assert (both.num_running, both.num_waiting, both.num_admitted) == (2, 1, 10)
+    assert both.ended == {"stop": 4, "abort": 3}
+    assert both.histograms == {"queue": ([2, 0], 1.0)}
+    assert json.loads(json.dumps(one.histograms)) == {"queue": [[1, 0], 0.5]}, "not changed"
