@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -13,13 +14,14 @@ from typing import IO, Any, Protocol
 
 import msgspec
 
-from octavo.types import ConfigError
+from octavo.types import ConfigError, OctavoError
 
 STANDARD = "-"  # as a file: stdin or stdout
 
 
 class BatchInput:
-    """All lines of a file (or of stdin, kept in a temporary file). Blank ones do not count."""
+    """All lines of a file (of stdin or a pipe: kept in a temporary one). Blank ones do not
+    count."""
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError when it cannot be read."""
@@ -27,12 +29,12 @@ class BatchInput:
         self._file: IO[bytes]
         try:
             if path == STANDARD:
-                self._file = tempfile.TemporaryFile()  # noqa: SIM115
-                while block := sys.stdin.buffer.read(1 << 20):
-                    self._file.write(block)
-                self._file.seek(0)
+                self._file = _kept_in_a_file(sys.stdin.buffer)
             else:
                 self._file = open(Path(path).expanduser(), "rb")  # noqa: SIM115
+                if not self._file.seekable():
+                    with self._file as pipe:
+                        self._file = _kept_in_a_file(pipe)
         except OSError as error:
             raise ConfigError(f"--input-file {path}: {error.strerror}") from None
         digest = hashlib.blake2b(digest_size=16)
@@ -53,13 +55,23 @@ class BatchInput:
         self._file.close()
 
 
+def _kept_in_a_file(stream: IO[bytes]) -> IO[bytes]:
+    """What a stream holds that can be read only once."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    while block := stream.read(1 << 20):
+        file.write(block)
+    file.seek(0)
+    return file
+
+
 class BatchOutput(Protocol):
     """Where answers go as they come."""
 
     done: set[int]  # line numbers that an earlier run has answered
 
     def write(self, number: int, answer: bytes) -> None:
-        """``answer``: one line of JSON, without its end, of line ``number`` of the input."""
+        """``answer``: one line of JSON, without its end, of line ``number`` of the input. Raises
+        OctavoError when there is no room for it."""
 
     def finish(self) -> None:
         """All have been answered."""
@@ -74,8 +86,9 @@ class StandardOutput:
         self.done: set[int] = set()
 
     def write(self, number: int, answer: bytes) -> None:
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+        with _writing("stdout"):
+            sys.stdout.buffer.write(answer + b"\n")
+            sys.stdout.buffer.flush()
         self.done.add(number)
 
     def finish(self) -> None: ...
@@ -119,29 +132,40 @@ class ResumableFile:
 
     def write(self, number: int, answer: bytes) -> None:
         line = b"[%d,%b]\n" % (number, answer)
-        offset = self._file.seek(0, os.SEEK_END)
-        self._file.write(line)
-        self._file.flush()
+        with _writing(self.partial):
+            offset = self._file.seek(0, os.SEEK_END)
+            self._file.write(line)
+            self._file.flush()
         self._keep(number, offset, line)
 
     def finish(self) -> None:
-        with tempfile.NamedTemporaryFile(
-            dir=self.path.parent, prefix=self.path.name, suffix=".tmp", delete=False
-        ) as file:
+        with _writing(self.path), self._new_file() as file:
             for number in sorted(self._places):
                 offset, length = self._places[number]
                 self._file.seek(offset)
                 file.write(bytes(_kept(self._file.read(length)).answer) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(file.name, 0o666 & ~mask)  # a temporary file is for its owner alone
-        os.replace(file.name, self.path)
-        self.partial.unlink()
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(file.name, 0o666 & ~mask)  # a temporary file is for its owner alone
+            os.replace(file.name, self.path)
+            self.partial.unlink()
+
+    @contextlib.contextmanager
+    def _new_file(self) -> Iterator[Any]:
+        """Beside the output, of which nothing is left if it does not get that name."""
+        with tempfile.NamedTemporaryFile(
+            dir=self.path.parent, prefix=self.path.name, suffix=".tmp", delete=False
+        ) as file:
+            try:
+                yield file
+            finally:
+                Path(file.name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what there is no room for has been told
+            self._file.close()
 
     def _take_up(self, head: bytes) -> None:
         """Reads what an earlier run left; a last line that was cut off is removed."""
@@ -162,13 +186,32 @@ class ResumableFile:
         for line in self._file:
             if not line.endswith(b"\n"):
                 break
-            self._keep(_kept(line).number, offset, line)
+            try:
+                number = _kept(line).number
+            except (msgspec.DecodeError, RecursionError):
+                self._file.close()
+                raise ConfigError(
+                    f"{self.partial} is damaged at byte {offset:,}: cut it off there (truncate -s "
+                    f"{offset}) to keep the answers before, or delete it"
+                ) from None
+            self._keep(number, offset, line)
             offset += len(line)
         self._file.truncate(offset)
 
     def _keep(self, number: int, offset: int, line: bytes) -> None:
         self.done.add(number)
         self._places[number] = (offset, len(line))
+
+
+@contextlib.contextmanager
+def _writing(path: Path | str) -> Iterator[None]:
+    """Raises OctavoError for what the system refuses."""
+    try:
+        yield
+    except BrokenPipeError:  # who reads has had enough
+        raise
+    except OSError as error:
+        raise OctavoError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def check_local(flag: str, path: str) -> None:

@@ -142,6 +142,8 @@ class _Fault(Exception):
         self.code = code
 
 
+# What no JSON raises, and what is nested a thousand times.
+_NO_JSON = (msgspec.DecodeError, RecursionError)
 _line = msgspec.json.Decoder(_Line).decode
 _body = msgspec.json.Decoder(_Body).decode
 _answer = msgspec.json.Decoder(_Answer).decode
@@ -195,7 +197,7 @@ class Batch:
             if number not in self._output.done:
                 yield number, raw
                 continue
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(*_NO_JSON):
                 self._ids.setdefault(_line(raw).custom_id, number)
 
     async def _work(self, session: aiohttp.ClientSession) -> None:
@@ -216,7 +218,7 @@ class Batch:
             error = {"code": fault.code, "message": f"line {number}: {fault}"}
             return _output_line(custom_id or _id_in(raw), None, error)
         self.counts["answered" if status == 200 else "refused"] += 1
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(*_NO_JSON):
             usage = _answer(body).usage
             self._num_tokens += usage.completion_tokens if usage else 0
         response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
@@ -225,7 +227,7 @@ class Batch:
     def _read(self, number: int, raw: bytes) -> _Line:
         try:
             line = _line(raw)
-        except msgspec.DecodeError as error:
+        except _NO_JSON as error:
             raise _Fault("invalid_line", f"{error}") from None
         first = self._ids.setdefault(line.custom_id, number)
         if first != number:
@@ -237,7 +239,7 @@ class Batch:
             raise _Fault("invalid_method", f"method is {line.method!r}; it must be 'POST'")
         if line.url not in URLS:
             raise _Fault("invalid_url", f"url is {line.url!r}; it must be one of {', '.join(URLS)}")
-        with contextlib.suppress(msgspec.DecodeError):  # the server says what is wrong with it
+        with contextlib.suppress(*_NO_JSON):  # the server says what is wrong with it
             if _body(line.body).stream:
                 raise _Fault("invalid_request", "stream is true; a batch holds whole answers")
         return line
@@ -278,7 +280,7 @@ def _session(url: str) -> aiohttp.ClientSession:
 
 def _id_in(raw: bytes) -> str | None:
     """The custom_id of a line that is otherwise at fault."""
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(*_NO_JSON):
         found = msgspec.json.decode(raw)
         if isinstance(found, dict) and isinstance(found.get("custom_id"), str):
             return str(found["custom_id"])

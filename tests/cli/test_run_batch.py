@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -214,3 +215,76 @@ def test_an_interrupt_leaves_no_process_and_says_how_to_go_on(
     for pid in server:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+def test_a_line_that_is_nested_without_end_costs_only_itself(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    source = written(
+        tmp_path / "in.jsonl",
+        deep,
+        '{"custom_id": "deep", "method": "POST", "url": "/v1/completions", "body": ' + deep + "}",
+        line("good", {"prompt": "say:hello"}),
+    )
+    with mock_server.start() as server:
+        batch = run_against(server.url, source, tmp_path / "out.jsonl")
+    assert batch.counts == {"unreadable": 2, "answered": 1}
+    *faulty, good = read(tmp_path / "out.jsonl")
+    assert {answer["error"]["code"] for answer in faulty} == {"invalid_line"}
+    assert good["response"]["status_code"] == 200
+
+
+def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = "".join(line(str(i), {}) + "\n" for i in range(3000))
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,))
+    writer.start()
+    with contextlib.closing(BatchInput(str(tmp_path / "pipe"))) as requests:
+        writer.join()
+        for _ in range(2):
+            assert b"".join(raw for _, raw in requests).decode() == text
+
+
+FILLS_THE_DISK = """
+import contextlib, json, sys
+from octavo.cli.batch_files import ResumableFile
+from octavo.types import OctavoError
+with contextlib.closing(ResumableFile(sys.argv[1], {})) as output:
+    try:
+        for number in range(100):
+            output.write(number, json.dumps({"a": "x" * 1000}).encode())
+    except OctavoError as error:
+        print(error)
+"""
+
+
+def test_a_full_disk_is_told_in_one_line_and_what_was_answered_is_kept(tmp_path: Path) -> None:
+    answer = json.dumps({"a": "x" * 1000}).encode()
+    script, target = tmp_path / "script.py", str(tmp_path / "answers" / "out")
+    (tmp_path / "answers").mkdir()
+    script.write_text(FILLS_THE_DISK)
+    command = f"ulimit -f 20; exec {sys.executable} {script} {target}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{target}.partial cannot be written: File too large\n"
+    assert done.stderr == ""
+    with contextlib.closing(ResumableFile(target, {})) as output:
+        kept = len(output.done)
+        assert 10 < kept < 25
+        for i in range(kept, 30):
+            output.write(i, answer)
+        output.finish()
+    assert len(read(Path(target))) == 30
+    assert [path.name for path in (tmp_path / "answers").iterdir()] == ["out"]
+
+
+def test_a_damaged_partial_file_is_told_with_the_place(tmp_path: Path) -> None:
+    target = str(tmp_path / "out")
+    with contextlib.closing(ResumableFile(target, {})) as output:
+        output.write(1, b"{}")
+    size = output.partial.stat().st_size
+    with open(output.partial, "ab") as file:
+        file.write(b'[2,{"a"garbage\n')
+    with pytest.raises(ConfigError, match=f"damaged at byte {size}"):
+        ResumableFile(target, {})
+    os.truncate(output.partial, size)
+    with contextlib.closing(ResumableFile(target, {})) as output:
+        assert output.done == {1}
