@@ -58,7 +58,7 @@ def brief() -> Iterator[None]:
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     """The text. Raises what the template raises, and TemplateError where it takes too much
     (inside ``brief``: NotBrief)."""
-    budget = Budget(_is_brief.get())
+    budget = Budget(_is_brief.get(), text_size(variables))
     token = current.set(budget)
     try:
         text = template.render(variables)

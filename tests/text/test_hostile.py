@@ -120,6 +120,16 @@ def test_a_template_that_takes_too_much_is_stopped(directory, monkeypatch, sourc
     assert time.monotonic() - start < bounds.MOST_SECONDS + 5
 
 
+def test_what_may_be_made_grows_with_what_was_sent(directory):
+    source = "{% for m in messages %}{{ m.content|trim }}{{ m.content + 'x' }}{% endfor %}"
+    template = ChatTemplate(source, load_tokenizer(directory))
+    long = "ab" * (3 * bounds.MOST_CHARACTERS // 2)
+    assert template.render([{"role": "user", "content": long}]) == f"{long}{long}x"
+    grown = ChatTemplate("{{ messages[0].content * 3 }}", load_tokenizer(directory))
+    with pytest.raises(InvalidRequest, match="makes a text of"):
+        grown.render([{"role": "user", "content": long}])
+
+
 @pytest.mark.parametrize(
     "text",
     [
