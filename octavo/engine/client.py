@@ -477,7 +477,8 @@ class ProcessClient:
         entry = self._entries.pop(handle)
         self._waiting.discard(handle)
         self.ended[reason] += 1
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        # Where at most one token could come (beams, vectors) nothing is learned of lengths.
+        if entry.max_tokens > 1 and reason in (FinishReason.STOP, FinishReason.LENGTH):
             by_itself = reason == FinishReason.STOP
             self._forecast.on_end(entry.num_tokens // entry.n, by_itself)
         entry.num_open -= 1
