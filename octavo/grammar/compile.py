@@ -16,6 +16,7 @@ import msgspec
 from octavo.grammar.keywords import check_keywords
 from octavo.grammar.regexes import between_slashes, literal
 from octavo.grammar.structural import FIELD, structural_grammars
+from octavo.grammar.unions import with_plain_unions
 from octavo.types import InvalidRequest, StructuredOutputsParams
 
 # Of a constraint's text. What takes more than moments to compile is refused by the checker.
@@ -68,7 +69,7 @@ def json_grammar(
     schema: Grammar, options: Grammar, field: str = "structured_outputs.json"
 ) -> Grammar:
     check_keywords(schema, field)
-    return {"json_schema": {**schema, "x-guidance": options}}
+    return {"json_schema": {**with_plain_unions(schema), "x-guidance": options}}
 
 
 def _regex(params: StructuredOutputsParams, options: Grammar) -> Grammar:
@@ -147,7 +148,9 @@ def _with_options(lark: str, options: Grammar, field: str) -> str:
             continue
         check_keywords(schema, field)
         if isinstance(schema, dict):
-            bound = msgspec.json.encode({**schema, "x-guidance": options}).decode()
+            bound = msgspec.json.encode(
+                {**with_plain_unions(schema), "x-guidance": options}
+            ).decode()
             part = f" {bound}{text[end:]}"
         out.append(part)
     return "%json".join(out)
