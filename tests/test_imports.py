@@ -11,10 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[1] / "octavo"
 
 # Room -> what of octavo it may import, its own room aside. A name ends at a dot.
-EVERYBODY = {"types", "config"}
+EVERYBODY = {"types", "config", "machine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "config": {"types"},
+    "machine": set(),
     "core": EVERYBODY,
     "checkpoint": EVERYBODY,
     "text": EVERYBODY | {"checkpoint"},
@@ -46,6 +47,7 @@ WITHOUT_TORCH = {
     *(
         "types",
         "config",
+        "machine",
         "core",
         "checkpoint",
         "collector",

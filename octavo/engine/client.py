@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig, available_cores, child_environment
+from octavo.config import EngineConfig, child_environment
 from octavo.engine.admission import QueueGate
 from octavo.engine.forecast import PlaceForecast, PlaceWaits
 from octavo.engine.messages import (
@@ -51,6 +51,7 @@ from octavo.engine.messages import (
 )
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
+from octavo.machine import available_cores
 from octavo.types import ConfigError, EngineDead, FinishReason
 
 logger = logging.getLogger("octavo")
