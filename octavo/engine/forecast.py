@@ -67,10 +67,10 @@ class _Outputs:
         lengths, by_itself = np.array(ended, dtype=np.float64).reshape(-1, 2).T
         falls = by_itself.nonzero()[0]
         num_at_risk = len(lengths) - falls
-        self._at = np.append(0.0, lengths[falls])  # lengths at which S falls
-        self._share = np.append(1.0, np.cumprod(1 - 1 / num_at_risk))  # S from there on
+        self._at: Float64 = np.append(0.0, lengths[falls])  # lengths at which S falls
+        self._share: Float64 = np.append(1.0, np.cumprod(1 - 1 / num_at_risk))  # S from there on
         areas = self._share[:-1] * np.diff(self._at)
-        self._area = np.append(0.0, np.cumsum(areas))  # of S, from 0 to there
+        self._area: Float64 = np.append(0.0, np.cumsum(areas))  # of S, from 0 to there
 
     def left(self, num_tokens: Float64, max_tokens: Float64) -> Float64:
         """Further tokens of sequences that have so many and may have no more than max_tokens."""

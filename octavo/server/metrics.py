@@ -24,8 +24,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from octavo.engine.client import REJECTED, ProcessClient
-from octavo.engine.messages import EngineStats
+from octavo.engine.client import ProcessClient
+from octavo.engine.messages import REJECTED, EngineStats
 from octavo.server.group import Board
 from octavo.server.totals import Totals, summed
 from octavo.types import FinishReason, RequestTimings, SamplingParams
