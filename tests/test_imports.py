@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "config": {"types"},
     "machine": set(),
+    "outputs": {"types"},
     "core": EVERYBODY,
     "checkpoint": EVERYBODY,
     "text": EVERYBODY | {"checkpoint"},
@@ -26,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.process": EVERYBODY | {"engine", "collector", "parent"},
     "engine.start": EVERYBODY
     | {"core", "checkpoint", "engine", "grammar", "model.facts", "worker"},
-    "assembly": EVERYBODY | {"engine.messages", "text"},
+    "assembly": EVERYBODY | {"engine.messages", "outputs", "text"},
     "ops": set(),
     "quant": EVERYBODY | {"ops"},
     "parallel": EVERYBODY,
@@ -37,10 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},
     "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
-    "llm": EVERYBODY | {"engine", "assembly", "frontend", "progress", "text"},
+    "llm": EVERYBODY | {"engine", "assembly", "frontend", "outputs", "progress", "text"},
     "cli": {""},
     "__main__": {"cli"},
-    "__init__": {"types", "llm"},
+    "__init__": {"types", "outputs", "llm"},
 }
 # Rooms whose sources never name torch, at the top or in a function.
 WITHOUT_TORCH = {
@@ -48,6 +49,7 @@ WITHOUT_TORCH = {
         "types",
         "config",
         "machine",
+        "outputs",
         "core",
         "checkpoint",
         "collector",
