@@ -22,7 +22,8 @@ DEEP = (3, 50, 190, 210, 5000, 200_000)
 @dataclass
 class Attack:
     """``parts`` are sent one after the other. ``incomplete``: the server may wait for more, so no
-    answer is no hang. ``most_answers``: more HTTP answers than this are a request smuggled in."""
+    answer is no hang; all others must be answered. ``most_answers``: more HTTP answers than this
+    are a request smuggled in."""
 
     kind: str
     parts: list[bytes] = field(default_factory=list)
@@ -262,13 +263,13 @@ def _headers(route: str, body: bytes, rng: random.Random) -> Attack:
          [b"authorization: Bearer \xff" + b"k" * 5000],
          [b"origin: null", b"access-control-request-method: \x01"], [b"accept: \x7f"])
     )  # fmt: skip
-    return Attack("", [request(route, body, *extra)], incomplete=True)
+    return Attack("", [request(route, body, *extra)])
 
 
 def _versions(route: str, body: bytes, rng: random.Random) -> Attack:
     version = rng.choice((b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2.0", b"HTTP/9.9", b"http/1.1", b"",
                           b"HTTP/1.1 x", b"HTTP/1.11"))  # fmt: skip
-    return Attack("", [request(route, body, version=version)], incomplete=True)
+    return Attack("", [request(route, body, version=version)])
 
 
 def _lines(route: str, body: bytes, rng: random.Random) -> Attack:
@@ -278,15 +279,15 @@ def _lines(route: str, body: bytes, rng: random.Random) -> Attack:
         method = rng.choice(
             (b"post", b"PRI", b"GET", b"PUT", b"CONNECT", b"TRACE", b"M" * 5000, b"\x01")
         )
-        return Attack("", [request(route, body, method=method)], incomplete=True)
+        return Attack("", [request(route, body, method=method)])
     if way == 1:
         target = rng.choice(("http://other" + route, "//" + route, route + "?" + "q=1&" * 9000,
                              route + "/../health", route + "%00", route + "#x", "*", "", "/%ff%fe",
                              route + "/" + "a" * 60_000, route + " x"))  # fmt: skip
-        return Attack("", [request(target, body)], incomplete=True)
+        return Attack("", [request(target, body)])
     if way == 2:
         extra = (b"connection: upgrade", b"upgrade: " + rng.choice((b"websocket", b"h2c", b"\x00")))
-        return Attack("", [request(route, body, *extra)], incomplete=True)
+        return Attack("", [request(route, body, *extra)])
     if way == 3:
         return Attack(
             "", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.randbytes(60)], incomplete=True
@@ -309,7 +310,7 @@ def _smuggled(route: str, body: bytes, rng: random.Random) -> Attack:
     )  # fmt: skip
     length = b"content-length: %d" % rng.choice((len(chunks), len(chunks) + len(inner), 4))
     raw = request(route, chunks + inner, *rng.sample((coding, length), 2))
-    return Attack("", [raw], incomplete=True)
+    return Attack("", [raw])
 
 
 def _leaving(route: str, body: bytes, rng: random.Random) -> Attack:

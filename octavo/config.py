@@ -278,6 +278,7 @@ class EngineConfig:
         "none between the tokens of constrained JSON)",
         group="model",
         kind="json",
+        check=check_structured_outputs,
     )
     nvtx: bool = flag(False, "an NVTX range for every step, for Nsight Systems", group="model")
 

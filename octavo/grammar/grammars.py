@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -30,6 +31,9 @@ MOST_USED_BYTES = 4 << 20
 # Compiled grammars that no request has now: the next request with the same one waits for nothing.
 MOST_KEPT = 64
 MOST_KEPT_BYTES = 1 << 19
+# A matcher that gives up in the middle of a step is replaced at once only where that is quick: all
+# others wait for it.
+SWIFT_SECONDS = 0.03
 # The checker compiles on a smaller stack: what did not overflow that does not overflow this.
 STACK_BYTES = 64 << 20
 
@@ -37,10 +41,11 @@ STACK_BYTES = 64 << 20
 class _Entry:
     """One grammar. ``compiled`` is its matcher at the start, which is only copied."""
 
-    __slots__ = ("compiled", "is_used", "users")
+    __slots__ = ("compiled", "is_used", "seconds", "users")
 
     def __init__(self) -> None:
         self.compiled: Any = None
+        self.seconds = 0.0  # of the processor, to compile it
         self.users = 0
         self.is_used = False  # compiled, or being compiled, for them
 
@@ -182,8 +187,10 @@ class Grammars:
     def _run(self) -> None:
         while (text := self._work.get()) is not None:
             compiled: Any
+            compiler = self._built()
+            began = time.thread_time()
             try:
-                compiled = self._built().compile(text)
+                compiled = compiler.compile(text)
                 compiled.deep_copy().compute_bitmask()  # the first mask of all takes the longest
             except Exception as error:
                 logger.exception("a grammar of %d bytes could not be compiled", len(text))
@@ -191,7 +198,7 @@ class Grammars:
             with self._lock:
                 entry = self._entries.get(text)
                 if entry is not None:
-                    entry.compiled = compiled
+                    entry.compiled, entry.seconds = compiled, time.thread_time() - began
             self.prepared.set()
 
     # ---- the worker's side ----
@@ -233,8 +240,11 @@ class Grammars:
     def _replace(self, compiler: Compiler, text: str) -> Any:
         """For a matcher whose lexer gave up. Copies share that lexer: later ones get another."""
         with self._lock:
-            if text in self._entries and self._thread is not None:
+            entry = self._entries.get(text)
+            if entry is not None and self._thread is not None:
                 self._work.put(text)
+                if entry.seconds > SWIFT_SECONDS:
+                    return Broken(RuntimeError("it gave up; send the request again"))
         return compiler.compile(text)
 
     def _marker(self, text: str) -> Marker:

@@ -131,6 +131,7 @@ class Matcher:
         """A token that was drawn."""
         if self.done:
             return
+        self._computed = None
         self._ids.append(token)
         if self._first < 0:
             self._pass_gate(token)

@@ -76,7 +76,7 @@ class _Writer:
     def format(self, item: Any, where: str, last: bool) -> str:
         """The right side of a rule. ``last``: nothing follows it, so it may be free text."""
         kind = item.get("type") if isinstance(item, dict) else None
-        if kind not in self._formats:
+        if not isinstance(kind, str) or kind not in self._formats:
             known = ", ".join(self._formats)
             raise _fault(f"{where}.type", f"is {kind!r}; the formats here are {known}")
         self._count += 1

@@ -98,12 +98,16 @@ class Answer(ABC):
             extra["warnings"] = self.warnings
         return extra
 
+    def hear(self, piece: Piece) -> None:  # noqa: B027
+        """Takes in a piece of a whole response as it comes, where that is more than its text."""
+
     async def whole(self) -> bytes:
         """Reads all pieces; JSON of the response."""
         pieces: dict[int, list[Piece]] = {c.index: [] for c in self.generation.choices}
         async for batch in self.generation.pieces():
             for piece in batch:
                 pieces[piece.choice.index].append(piece)
+                self.hear(piece)
 
         def build() -> bytes:
             choices = [self.choice(c, pieces[c.index]) for c in self.generation.choices]

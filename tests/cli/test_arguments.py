@@ -290,3 +290,19 @@ def test_q_is_the_question_of_chat_and_the_quantization_of_serve() -> None:
         lines = command_help(command, "all").splitlines()
         (line,) = (line for line in lines if ", -q " in line)
         assert line.startswith(f"  --{name}, -q ")
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ('{"backend": "xgrammar"}', "backend 'xgrammar'"),
+        ('{"backend": "outlines"}', "the only one here is guidance"),
+        ('{"disable_any_whitespace": 1}', "must be true or false"),
+        ('{"colour": "red"}', "no setting 'colour'"),
+    ],
+)
+def test_other_backends_of_structured_output_are_refused_by_name(given: str, says: str) -> None:
+    assert says in refused("--structured-outputs-config", given)
+    fine = read("--structured-outputs-config.disable_any_whitespace", "true")
+    settings = fine.build(EngineConfig).structured_outputs_config
+    assert settings == {"disable_any_whitespace": True}

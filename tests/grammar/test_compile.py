@@ -245,6 +245,14 @@ def test_a_structural_tag_takes_its_texts_and_no_others(name: str) -> None:
         ({**OLDER, "triggers": ["<g"]}, ".tags[0] begins with '<f=a>'"),
         ({**OLDER, "format": TEXT}, ".format and structures"),
         ({"type": "structural_tag", "format": {"type": "grammar"}}, "format.type is 'grammar'"),
+        ({"type": "structural_tag", "format": {"type": {}}}, "format.type is {}"),
+        (
+            '{"type": "structural_tag", "format": '
+            + '{"type": "tag", "begin": "a", "end": "b", "content": ' * 800
+            + "1"
+            + "}" * 801,
+            "nested too deeply",
+        ),
         ({"type": "structural_tag", "format": tag("a", TEXT, "")}, ".end is empty"),
         (
             {"type": "structural_tag", "format": {"type": "sequence", "elements": [TEXT, TEXT]}},

@@ -12,6 +12,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
+from octavo.grammar import grammars as grammars_module
 from octavo.grammar.grammars import Grammars
 from octavo.grammar.matcher import Matcher, compute_together
 from octavo.grammar.vocabulary import Vocabulary
@@ -239,6 +240,28 @@ def test_one_whose_lexer_overflows_fails_alone() -> None:
     neighbour.consume(TOKENS.index(b"a"))
     assert "cannot be followed" in run_until_failure(first)
     assert allowed(neighbour) is not None and not neighbour.failure
+    later = grammars.matcher(text)
+    assert allowed(later) is not None and not later.failure
+    grammars.close()
+
+
+def test_what_is_slow_to_compile_is_not_compiled_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars_module, "SWIFT_SECONDS", -1.0)
+    grammars = Grammars()
+    grammars.set_vocabulary(walks.VOCABULARY)
+    text = walks.text_of(HUNGRY)
+    grammars.prepare(text)
+    while not grammars.ready(text):
+        grammars.prepared.wait(0.05)
+    compiled = grammars._entries[text].compiled
+    assert "send the request again" in run_until_failure(grammars.matcher(text))
+    for _ in range(200):  # later requests find a new one
+        if grammars._entries[text].compiled is not compiled:
+            break
+        grammars.prepared.clear()
+        grammars.prepared.wait(0.05)
     later = grammars.matcher(text)
     assert allowed(later) is not None and not later.failure
     grammars.close()

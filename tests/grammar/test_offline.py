@@ -12,6 +12,7 @@ import pytest
 
 from octavo import LLM, InvalidRequest, SamplingParams, StructuredOutputsParams
 from tests.fixtures import models
+from tests.fixtures.scripted import scripted_model
 from tests.grammar import offline
 
 SMALL: dict[str, Any] = {"max_model_len": 256, "cpu_threads": 1}
@@ -78,6 +79,29 @@ def test_the_setting_for_white_space_holds(model_r: Path) -> None:
         params = SamplingParams(temperature=1, n=8, structured_outputs=constraint)
         for answer in llm.generate("hello", params, use_tqdm=False)[0].outputs:
             assert answer.text in ("[1,1]", "[1,2]", "[2,1]", "[2,2]")
+
+
+def test_a_model_that_keeps_to_its_schema_is_left_alone_until_its_end() -> None:
+    """Tokens across the parts of JSON are not taken from it, and nothing is forced on it."""
+    says = ['{"ci', 'ty": "P', "aris", '", "n"', ": 1", "2}", " And", " more", "."]
+    scripted = scripted_model("schema", [says, ["Sure", ": ", '{"n', '":', " 7}", "!"]])
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "n": {"type": "integer"}},
+        "required": ["n"],
+    }
+    bound = SamplingParams(
+        temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema)
+    )
+    with closing(LLM(str(scripted.path), **SMALL)) as llm:
+        first, second = llm.generate(["<|go0|>", "<|go1|>"], bound, use_tqdm=False)
+        free = llm.generate("<|go0|>", bound.clone(structured_outputs=None), use_tqdm=False)[0]
+    assert free.outputs[0].text.startswith(first.outputs[0].text)
+    assert first.outputs[0].text == '{"city": "Paris", "n": 12}'
+    assert first.outputs[0].finish_reason == "stop"
+    assert not second.outputs[0].text.startswith("Sure")
+    if second.outputs[0].finish_reason == "stop":
+        json.loads(second.outputs[0].text)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tests.server import mock_server
 from tests.server.mock_server import MockServer
 
 BODIES = 150  # for each route, here
-EXAMPLES = 15  # for each operation and mode
+EXAMPLES = 10  # for each operation and mode
 ALLOWED = {200, 204, 400, 401, 404, 405, 408, 413, 429}
 
 

@@ -51,14 +51,18 @@ class ReadChatAnswer(ChatAnswer):
         super().__init__(*args)
         self._plan = plan
         self._parsers: dict[int, AnswerParser] = {}
+        self._messages: dict[int, Message] = {}  # of a whole response
 
     def finish_reason(self, choice: Choice) -> str | None:
         num_calls = self._parser(choice).sink.num_whole
         return self._plan.finish_reason(choice.finish_reason, num_calls)
 
+    def hear(self, piece: Piece) -> None:
+        said = self._messages.setdefault(piece.choice.index, Message())
+        said.add(self._said(piece))
+
     def message(self, choice: Choice, text: str) -> dict[str, Any]:
-        parser, said = self._parser(choice), Message()
-        said.add([*parser.feed(text), *parser.finish()])
+        said = self._messages.get(choice.index) or Message()
         content = self.echoed() + said.content
         reasoning = said.reasoning if self._plan.shows_reasoning else ""
         empty = said.calls or reasoning
@@ -81,11 +85,7 @@ class ReadChatAnswer(ChatAnswer):
         for piece in batch:
             if piece.is_first:
                 out.append(self.frames.frame(*self.opening(piece.choice)))
-            parser = self._parser(piece.choice)
-            said = parser.feed(piece.text)
-            if piece.is_last:
-                said += parser.finish()
-            deltas = [encode_json(delta) for delta in self._shown(said)]
+            deltas = [encode_json(delta) for delta in self._shown(self._said(piece))]
             if not deltas and (piece.is_last or not self.plain):
                 deltas.append(b"{}")
             for place, delta in enumerate(deltas, 1):
@@ -99,6 +99,11 @@ class ReadChatAnswer(ChatAnswer):
         if choice.index not in self._parsers:
             self._parsers[choice.index] = self._plan.parser()
         return self._parsers[choice.index]
+
+    def _said(self, piece: Piece) -> list[Delta]:
+        parser = self._parser(piece.choice)
+        said = parser.feed(piece.text)
+        return [*said, *parser.finish()] if piece.is_last else said
 
     def _shown(self, said: list[Delta]) -> Iterator[dict[str, Any]]:
         """The deltas of events; each tells one thing, a call's start with its first arguments."""

@@ -63,6 +63,8 @@ class Sink:
         self._new_id = new_id
         self._most_calls = most_calls
         self._deltas: list[Delta] = []
+        self._texts: list[str] = []  # of the delta that is growing
+        self._make: Callable[[str], Delta] = Content
         self._space: list[str] = []
         self._after_call = False  # nothing but white space came since the last call
         self._open = -1
@@ -73,6 +75,7 @@ class Sink:
         self.has_content = False
 
     def take(self) -> list[Delta]:
+        self._close()
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -90,7 +93,7 @@ class Sink:
             self._space.clear()
             self._after_call = False
             self.has_content = True
-            self._add_content(shown)
+            self._grow(Content, shown)
         if end < len(text):
             self._space.append(text[end:])
 
@@ -99,12 +102,8 @@ class Sink:
         self._space.clear()
 
     def reasoning(self, text: str) -> None:
-        text = self.raw(text)
-        last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, Reasoning):
-            last.text += text
-        elif text:
-            self._deltas.append(Reasoning(text))
+        if text := self.raw(text):
+            self._grow(Reasoning, text)
 
     def start(self, name: str, call_id: str | None = None) -> None:
         """A call begins. ``arguments`` and ``end`` are of this one."""
@@ -114,16 +113,14 @@ class Sink:
             return
         self._open = self.num_started
         self.num_started += 1
-        self._deltas.append(CallStart(self._open, call_id or self._new_id(name), name))
+        self._add(CallStart(self._open, call_id or self._new_id(name), name))
 
     def arguments(self, text: str) -> None:
-        if self._dropping:
-            return
-        last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, Arguments):
-            last.text += text
-        else:
-            self._deltas.append(Arguments(self._open, text))
+        if not self._dropping:
+            self._grow(self._arguments, text)
+
+    def _arguments(self, text: str) -> Arguments:
+        return Arguments(self._open, text)
 
     def end(self) -> None:
         self._after_call = True
@@ -131,7 +128,7 @@ class Sink:
         if self._dropping:
             self._dropping = False
             return
-        self._deltas.append(CallEnd(self._open, whole=True))
+        self._add(CallEnd(self._open, whole=True))
         self.num_whole += 1
         self._open = -1
 
@@ -139,46 +136,67 @@ class Sink:
         """The call that is open, if one is, comes to nothing."""
         self._dropping = False
         if self._open >= 0:
-            self._deltas.append(CallEnd(self._open, whole=False))
+            self._add(CallEnd(self._open, whole=False))
             self._open = -1
 
     def finish(self) -> None:
         if self._space and not self._after_call:
-            self._add_content("".join(self._space))
+            self._grow(Content, "".join(self._space))
         self._space.clear()
 
-    def _add_content(self, text: str) -> None:
-        last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, Content):
-            last.text += text
-        else:
-            self._deltas.append(Content(text))
+    def _add(self, delta: Delta) -> None:
+        self._close()
+        self._deltas.append(delta)
+
+    def _grow(self, make: Callable[[str], Delta], text: str) -> None:
+        """More text of the last delta, or a new one of another kind."""
+        if make != self._make:
+            self._close()
+            self._make = make
+        self._texts.append(text)
+
+    def _close(self) -> None:
+        if self._texts:
+            self._deltas.append(self._make("".join(self._texts)))
+            self._texts.clear()
 
 
 @dataclass(slots=True)
 class Call:
     id: str
     name: str
-    arguments: str = ""
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.parts)
 
 
-@dataclass(slots=True)
 class Message:
     """The sum of deltas: the whole answer, from the same machine that streams it."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: dict[int, Call] = field(default_factory=dict)  # by index; whole ones once it has ended
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: dict[int, Call] = {}  # by index; whole ones once it has ended
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
 
     def add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             if isinstance(delta, Content):
-                self.content += delta.text
+                self._content.append(delta.text)
             elif isinstance(delta, Reasoning):
-                self.reasoning += delta.text
+                self._reasoning.append(delta.text)
             elif isinstance(delta, CallStart):
                 self.calls[delta.index] = Call(delta.id, delta.name)
             elif isinstance(delta, Arguments):
-                self.calls[delta.index].arguments += delta.text
+                self.calls[delta.index].parts.append(delta.text)
             elif not delta.whole:
                 del self.calls[delta.index]

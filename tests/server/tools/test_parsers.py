@@ -14,14 +14,12 @@ from octavo.server.tools.deltas import Arguments, CallEnd, CallStart, Message
 from octavo.server.tools.marks import Marks
 from octavo.server.tools.parser import AnswerParser
 from octavo.server.tools.registry import FORMATS, REASONING
-from tests.server.tools.transcripts import (
-    CASES,
-    HARMONY_CALL,
-    TOOLS,
-    Case,
-    deepseek,
-    hermes_call,
-)
+from octavo.text.output import ChoiceText
+from octavo.types import SamplingParams
+from tests.server.tools.case import TOOLS, Case
+from tests.server.tools.transcripts import CASES
+from tests.server.tools.transcripts_json import hermes_call
+from tests.server.tools.transcripts_other import HARMONY_CALL, deepseek
 
 THINK = ("<think>", "</think>")
 
@@ -181,8 +179,9 @@ def test_time_is_linear_in_hostile_text(name: str) -> None:
         parser = parser_of(Case(name, ""), marks_of(Case(name, ""), False))
         before = time.process_time()
         deltas = parser.feed("".join(FORMATS[name].BEGINS[:1]))
-        for start in range(0, len(text), 256):
-            deltas += parser.feed(text[start : start + 256])
+        step = 256 if unit != '"' else len(text)  # one of them at once
+        for start in range(0, len(text), step):
+            deltas += parser.feed(text[start : start + step])
         deltas += parser.finish()
         assert time.process_time() - before < 5, unit
         message = Message()
@@ -358,3 +357,49 @@ def test_any_calls_are_found(
     found = [(call.name, json.loads(call.arguments)) for call in message.calls.values()]
     assert found == [(n, dict(a)) for n, a in calls]
     assert message.content.strip() == prefix.strip()
+
+
+# ---- from token ids ----
+
+
+class ByteTokenizer:
+    """One id per byte, then the end, then a format's marks."""
+
+    class vocabulary:
+        adds_space = False
+
+    eos_ids = (256,)
+
+    def __init__(self, marks: Marks, texts: tuple[str, ...]) -> None:
+        self.bytes_of = {index: bytes([index]) for index in range(256)} | {256: b"</s>"}
+        self.bytes_of |= {257 + index: text.encode() for index, text in enumerate(texts)}
+        self.text_bytes_of = {**self.bytes_of, 256: b""}
+
+    def token_text(self, index: int) -> str:
+        return self.bytes_of[index].decode()
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_bytes_in_any_groups_say_the_same(tokens: bool) -> None:
+    """Characters and marks that lie across tokens, several tokens at a time."""
+    rng = random.Random(5)
+    for case in CASES:
+        texts = (*FORMATS[case.parser].MARKS, *THINK)
+        ids_of = {text: 257 + index for index, text in enumerate(texts)} if tokens else {}
+        marks = Marks(texts, ids_of.get)
+        ids: list[int] = []
+        for char in tokenized(case, marks):
+            mark = next((index for index, one in marks.tokens.items() if one == char), None)
+            ids += [mark] if mark is not None else char.encode()
+        expected, _ = read(parser_of(case, marks), [tokenized(case, marks)])
+        for _ in range(20):
+            choice = ChoiceText(
+                ByteTokenizer(marks, texts),  # type: ignore[arg-type]
+                SamplingParams(max_tokens=None),
+                marks=marks.tokens,
+            )
+            cuts = sorted(rng.randrange(len(ids) + 1) for _ in range(rng.choice((0, 3, 40))))
+            groups = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)])]
+            pieces = [choice.push(group) for group in groups] + [choice.push([256])]
+            streamed, _ = read(parser_of(case, marks), [*pieces, choice.finish()])
+            assert summary(streamed) == summary(expected)

@@ -39,6 +39,7 @@ SAID = (
     f'I look, twice.\n<tool_call>\n{{"name": "look", "arguments": {HARD}}}\n</tool_call>\n'
     f'<tool_call>\n{{"name": "now", "arguments": {{"q": "</tool_call>"}}}}\n</tool_call>'
 )
+UNKNOWN = 'Ok.\n<tool_call>\n{"name": "now", "arguments": {"q": "é"}}\n</tool_call>'
 
 
 def post(running: Server, **fields: Any) -> dict[str, Any]:
@@ -62,9 +63,11 @@ def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[Server]:
-    """Says ``SAID`` in tokens of three characters."""
-    pieces = [SAID[start : start + 3] for start in range(0, len(SAID), 3)]
-    model = scripted_model("tools", [list(pieces)])
+    """Says ``SAID``, or ``UNKNOWN``, in tokens of three characters."""
+    texts = (SAID, UNKNOWN)
+    model = scripted_model(
+        "tools", [[text[start : start + 3] for start in range(0, len(text), 3)] for text in texts]
+    )
     with server.start(model.path, *SMALL, *AUTO, "hermes") as running:
         yield running
 
@@ -87,6 +90,16 @@ def test_scripted_calls_are_the_same_streamed_and_whole(scripted):
     assert said["content"] == "I look, twice." and said["finish_reason"] == "tool_calls"
 
 
+def test_a_strict_function_gets_what_its_schema_says_though_the_choice_is_free(scripted):
+    """The script calls with an argument that the schema of ``now`` does not know."""
+    ask = {"messages": [{"role": "user", "content": "1"}], "temperature": 0, "max_tokens": 200}
+    for strict, arguments in ((False, {"q": "é"}), (True, {})):
+        now = {"name": "now", "parameters": {}, "strict": strict}
+        choice = post(scripted, **ask, tools=[{"type": "function", "function": now}])["choices"][0]
+        assert calls_of(choice)[0] == ("now", arguments)
+        assert choice["message"]["content"].startswith("Ok.")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tool_choice", ["auto", "none"])
 @pytest.mark.parametrize("max_tokens", [None, 3, 30])
@@ -106,6 +119,30 @@ def test_finish_reason_follows_one_table(scripted, tool_choice, max_tokens, stre
     expected = "length" if max_tokens else "tool_calls" if tool_choice == "auto" else "stop"
     assert reason == expected
     assert content.startswith("I look")
+
+
+THOUGHT = ['Hm {"a"', ": 1}, <b>.\n", "</think>", "\n\n", '{"ok', '": ', "12}"]
+
+
+def test_a_constraint_begins_after_reasoning():
+    """The script's answer is not what the schema says; its reasoning is nobody's business."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    ask = {"messages": [{"role": "user", "content": "0"}], "temperature": 0, "max_tokens": 200}
+    model = scripted_model("thinks", [[*THOUGHT]])
+    with server.start(model.path, *SMALL, "--reasoning-parser", "deepseek_r1") as running:
+        free = post(running, **ask)["choices"][0]["message"]
+        assert (free["reasoning"], free["content"]) == ('Hm {"a": 1}, <b>.', '{"ok": 12}')
+        choice = post(running, **ask, response_format=form)["choices"][0]
+        assert choice["message"]["reasoning"] == 'Hm {"a": 1}, <b>.'
+        jsonschema_rs.Draft202012Validator(schema).validate(
+            json.loads(choice["message"]["content"])
+        )
+        said = rebuilt(running.events(CHAT, **ask, response_format=form))
+        assert said["content"] == choice["message"]["content"]
+        assert said["reasoning"] == choice["message"]["reasoning"]
+        assert said["finish_reason"] == choice["finish_reason"] == "stop"
 
 
 # ---- random weights ----
@@ -222,7 +259,7 @@ def test_json_or_calls_where_both_are_asked_for(random_hermes):
             "parallel_tool_calls": False, "logit_bias": {str(mark): 100} if calling else {},
         }  # fmt: skip
         choice = post(random_hermes, **ask)["choices"][0]
-        if calling:
+        if calling or "tool_calls" in choice["message"]:
             ((name, arguments),) = calls_of(choice)
             jsonschema_rs.Draft202012Validator(SCHEMAS[name]).validate(arguments)
         else:
