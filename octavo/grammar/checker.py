@@ -23,7 +23,7 @@ from octavo.grammar.vocabulary import Vocabulary
 # Of the processor, for one grammar. The wall clock is the one who waits' to watch.
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 512 << 20  # beyond what the vocabulary took
-STACK_BYTES = 8 << 20  # less than where the engine compiles (grammars.STACK_BYTES)
+STACK_BYTES = 4 << 20  # less than wherever an engine compiles (8 MiB; grammars.STACK_BYTES)
 
 
 def main() -> int:

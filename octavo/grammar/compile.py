@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 
 from octavo.grammar.keywords import check_keywords
+from octavo.grammar.regexes import between_slashes, literal
 from octavo.grammar.structural import FIELD, structural_grammars
+from octavo.grammar.unions import with_plain_unions
 from octavo.types import InvalidRequest, StructuredOutputsParams
 
 # Of a constraint's text. What takes more than moments to compile is refused by the checker.
@@ -34,15 +36,25 @@ def grammar_text(
     """The grammar of a request, as text. ``special``: the id of each special token. Raises
     InvalidRequest naming ``structured_outputs.FIELD`` for what is refused without compiling it."""
     _check_size(params)
+    try:
+        return _encode(_grammars(params, special, disable_any_whitespace))
+    except RecursionError:
+        field = f"structured_outputs.{params.kind}"
+        raise InvalidRequest(f"{field} is nested too deeply", field) from None
+
+
+def _grammars(
+    params: StructuredOutputsParams, special: Mapping[str, int], disable_any_whitespace: bool
+) -> list[Grammar]:
     options = _json_options(params, disable_any_whitespace)
     if params.structural_tag is None:
-        return _encode([{"name": "main", **_WRITERS[params.kind](params, options)}])
+        return [{"name": "main", **_WRITERS[params.kind](params, options)}]
+
+    def schema_grammar(schema: Grammar, field: str) -> Grammar:
+        return json_grammar(schema, options, field)
+
     tag = _as_object(params.structural_tag, FIELD)
-    return _encode(
-        structural_grammars(
-            tag, lambda schema, field: json_grammar(schema, options, field), special
-        )
-    )
+    return structural_grammars(tag, schema_grammar, special)
 
 
 def _json(params: StructuredOutputsParams, options: Grammar) -> Grammar:
@@ -57,7 +69,7 @@ def json_grammar(
     schema: Grammar, options: Grammar, field: str = "structured_outputs.json"
 ) -> Grammar:
     check_keywords(schema, field)
-    return {"json_schema": {**schema, "x-guidance": options}}
+    return {"json_schema": {**with_plain_unions(schema), "x-guidance": options}}
 
 
 def _regex(params: StructuredOutputsParams, options: Grammar) -> Grammar:
@@ -92,40 +104,6 @@ _WRITERS: dict[str, Callable[[StructuredOutputsParams, Grammar], Grammar]] = {
     "choice": _choice,
     "grammar": _lark,
 }
-
-
-def literal(text: str) -> str:
-    """A regex of llguidance for just this text."""
-    return "".join(
-        char if char.isascii() and char.isalnum() else rf"\x{{{ord(char):x}}}" for char in text
-    )
-
-
-# Of ASCII alone, as in JSON Schema: what follows them matches wherever it is checked, while the
-# larger classes differ between languages and their versions.
-_CLASSES = {
-    "d": "[0-9]",
-    "D": "[^0-9]",
-    "w": "[0-9A-Za-z_]",
-    "W": "[^0-9A-Za-z_]",
-    "s": r"[ \t\n\r\f\v]",
-    "S": r"[^ \t\n\r\f\v]",
-}
-
-
-def between_slashes(regex: str) -> str:
-    """The regex as it stands between the slashes of a Lark grammar: without a bare slash or line
-    end, and with classes of ASCII."""
-    out, escaped = [], False
-    for char in regex:
-        if escaped:
-            out.append(_CLASSES.get(char) or ("\\n" if char == "\n" else "\\" + char))
-            escaped = False
-        elif char == "\\":
-            escaped = True
-        else:
-            out.append({"\n": r"\n", "/": r"\/"}.get(char, char))
-    return "".join(out) + "\\" * escaped
 
 
 def _encode(grammars: list[Grammar]) -> str:
@@ -170,7 +148,9 @@ def _with_options(lark: str, options: Grammar, field: str) -> str:
             continue
         check_keywords(schema, field)
         if isinstance(schema, dict):
-            bound = msgspec.json.encode({**schema, "x-guidance": options}).decode()
+            bound = msgspec.json.encode(
+                {**with_plain_unions(schema), "x-guidance": options}
+            ).decode()
             part = f" {bound}{text[end:]}"
         out.append(part)
     return "%json".join(out)

@@ -93,7 +93,13 @@ def tidy(message: str) -> str:
     client's regex or schema that is not what the client sent."""
     lines = message.partition("<non-verbose/>")[0].splitlines()
     kept = [line for line in lines if not _QUOTED.match(line)]
-    return "\n".join(kept).strip()
+    text = "\n".join(kept).strip()
+    return ONE_OF if text.endswith(_ONE_OF) else text
 
 
+_ONE_OF = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+ONE_OF = (
+    "oneOf is followed only where no value can match two of its options, and that can be seen: by "
+    "their types, or by a required property that is another constant in each; else use anyOf"
+)
 _QUOTED = re.compile(r"\s+\d+ \| |\s+\^\s*$")

@@ -19,9 +19,7 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import InvalidRequest, QueueFull, StructuredOutputsParams
 
 CHECKER_MODULE = "octavo.grammar.checker"
-WALL_SECONDS = (
-    5.0  # the processor's time is limited in the checker: this is for a machine at a loss
-)
+WALL_SECONDS = 5.0  # the checker limits the processor's time; this is for a crowded machine
 TOO_LONG = f"it took longer than {WALL_SECONDS:g} s to compile"
 MOST_WAITING = 64  # grammars that may wait for the checker
 MOST_KNOWN = 512  # verdicts that are remembered

@@ -89,6 +89,8 @@ class Group:
             began = loop.time()
             process = await self._spawn(index)
             self._processes[index] = process
+            if self._ending:  # the signal found nobody in this seat
+                process.kill()
             assert process.stdout is not None
             while line := await process.stdout.readline():
                 if line == READY:
@@ -144,8 +146,12 @@ class Board:
                     found.append(path.read_bytes())
         return found
 
-    def settle(self, pid: int, change: Callable[[bytes], bytes]) -> None:
-        """The last snapshot of a process that has died, changed to one of a process that ended."""
+    def take(self, pid: int) -> bytes | None:
+        """The last snapshot of a process that has died, which is removed; None if it left none."""
         path = self._directory / f"metrics-{pid}"
-        with contextlib.suppress(OSError):
-            path.write_bytes(change(path.read_bytes()))
+        try:
+            raw = path.read_bytes()
+            path.unlink()
+        except OSError:
+            return None
+        return raw

@@ -73,7 +73,7 @@ def test_a_dead_end_is_an_error_that_says_so_and_costs_nobody_else(running):
     """No token that is allowed fits the grammar."""
     stuck = {"guided_regex": "[a-c]{3}", "allowed_token_ids": [5, 6]}
     answer = ask(running, **stuck)
-    assert answer.status_code == 500
+    assert answer.status_code == 400
     assert "allowed_token_ids" in answer.json()["error"]["message"]
     streamed = ask(running, stream=True, **stuck)
     events = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: ")]

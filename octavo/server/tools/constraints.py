@@ -124,8 +124,8 @@ def forced(
     return lark.text(f"{_first(lark, kind, may_think)} {calls}")
 
 
-def thought_json(marks: Marks, may_think: type[Reasons], schema: dict[str, Any]) -> str:
-    """The Lark grammar of JSON, before which reasoning may come."""
+def json_after(marks: Marks, may_think: type[Reasons] | None, schema: dict[str, Any]) -> str:
+    """The Lark grammar of JSON after reasoning: that which has ended, or which may come."""
     lark = Lark(marks)
     return lark.text(f"{_first(lark, Format, may_think)} {lark.json(schema)}")
 

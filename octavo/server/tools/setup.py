@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.config import ServerConfig
 from octavo.server.protocol import ChatRequest
-from octavo.server.tools.constraints import forced, free, thought_json
+from octavo.server.tools.constraints import forced, free, json_after
 from octavo.server.tools.format import Format, Tools
 from octavo.server.tools.generic import Json
 from octavo.server.tools.marks import Marks
@@ -202,10 +202,9 @@ class Parsing:
         elif sent is not None:
             if plan.format is OpenAI:
                 return replace(sent, after=f"{CHANNEL}final{MESSAGE}")
-            if after is None and maybe is not None and schema is not None:
-                grammar = thought_json(marks, maybe, schema)
-            else:
+            if schema is None or (after is None and maybe is None):
                 return replace(sent, after=after)
+            grammar = json_after(marks, maybe, schema)
         elif use.calls and any(function.strict for function in use.functions):
             grammar = free(plan.format, marks, use, self._template)
         else:

@@ -16,14 +16,10 @@ from octavo.server.tools.parser import AnswerParser
 from octavo.server.tools.registry import FORMATS, REASONING
 from octavo.text.output import ChoiceText
 from octavo.types import SamplingParams
-from tests.server.tools.transcripts import (
-    CASES,
-    HARMONY_CALL,
-    TOOLS,
-    Case,
-    deepseek,
-    hermes_call,
-)
+from tests.server.tools.case import TOOLS, Case
+from tests.server.tools.transcripts import CASES
+from tests.server.tools.transcripts_json import hermes_call
+from tests.server.tools.transcripts_other import HARMONY_CALL, deepseek
 
 THINK = ("<think>", "</think>")
 

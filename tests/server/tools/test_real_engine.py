@@ -121,6 +121,30 @@ def test_finish_reason_follows_one_table(scripted, tool_choice, max_tokens, stre
     assert content.startswith("I look")
 
 
+THOUGHT = ['Hm {"a"', ": 1}, <b>.\n", "</think>", "\n\n", '{"ok', '": ', "12}"]
+
+
+def test_a_constraint_begins_after_reasoning():
+    """The script's answer is not what the schema says; its reasoning is nobody's business."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    ask = {"messages": [{"role": "user", "content": "0"}], "temperature": 0, "max_tokens": 200}
+    model = scripted_model("thinks", [[*THOUGHT]])
+    with server.start(model.path, *SMALL, "--reasoning-parser", "deepseek_r1") as running:
+        free = post(running, **ask)["choices"][0]["message"]
+        assert (free["reasoning"], free["content"]) == ('Hm {"a": 1}, <b>.', '{"ok": 12}')
+        choice = post(running, **ask, response_format=form)["choices"][0]
+        assert choice["message"]["reasoning"] == 'Hm {"a": 1}, <b>.'
+        jsonschema_rs.Draft202012Validator(schema).validate(
+            json.loads(choice["message"]["content"])
+        )
+        said = rebuilt(running.events(CHAT, **ask, response_format=form))
+        assert said["content"] == choice["message"]["content"]
+        assert said["reasoning"] == choice["message"]["reasoning"]
+        assert said["finish_reason"] == choice["finish_reason"] == "stop"
+
+
 # ---- random weights ----
 
 

@@ -125,6 +125,8 @@ STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 def test_a_clients_constraint_begins_after_reasoning(tmp_path, parser, prompt, after):
     _, found, _ = constraint(tmp_path, parser, prompt, {"regex": "a+"})
     assert (found.regex, found.after) == ("a+", after)
+    _, found, _ = constraint(tmp_path, parser, prompt, {"json": SCHEMA})
+    assert found.after == after and (found.json or "%json" in found.grammar)
 
 
 def test_reasoning_may_or_may_not_come_before_json(tmp_path):
