@@ -84,6 +84,14 @@ def test_ctrl_c_inside_a_step_leaves_the_engine_as_good_as_new(
     assert llm.stats.blocks_used == 0 and answer(llm) == expected
 
 
+def test_steps_smaller_than_the_warm_up_give_the_same_answer(llm: LLM, model_r: Path) -> None:
+    tiny = LLM(str(model_r), max_num_batched_tokens=2, max_num_seqs=2, **SETTINGS)
+    try:
+        assert answer(tiny) == answer(llm)
+    finally:
+        tiny.close()
+
+
 def test_an_answer_that_a_stop_string_ended_has_all_its_times(llm: LLM) -> None:
     free = llm.generate(PROMPT, SHORT, use_tqdm=False)[0].outputs[0].text
     params = SHORT.clone(max_tokens=1000, stop=[free.strip()[-1]])

@@ -146,8 +146,12 @@ class Board:
                     found.append(path.read_bytes())
         return found
 
-    def settle(self, pid: int, change: Callable[[bytes], bytes]) -> None:
-        """The last snapshot of a process that has died, changed to one of a process that ended."""
+    def take(self, pid: int) -> bytes | None:
+        """The last snapshot of a process that has died, which is removed; None if it left none."""
         path = self._directory / f"metrics-{pid}"
-        with contextlib.suppress(OSError):
-            path.write_bytes(change(path.read_bytes()))
+        try:
+            raw = path.read_bytes()
+            path.unlink()
+        except OSError:
+            return None
+        return raw

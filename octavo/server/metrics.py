@@ -76,6 +76,7 @@ class Metrics(Collector):
         self.size_by_tokens(max_model_len)
         self.in_flight: Callable[[], int] = lambda: 0  # HTTP requests; set by their owner
         self._board: Board | None = None  # of several API processes
+        self._departed = Totals()
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -90,10 +91,10 @@ class Metrics(Collector):
     # ---- several API processes ----
 
     def own(self) -> Totals:
-        """What this process has counted."""
+        """What this process has counted, and those that it has survived."""
         client = self._client
         histograms = {name: getattr(self, name) for name in SUMMED}
-        return Totals(
+        counted = Totals(
             num_in_flight=self.in_flight(),
             num_running=client.num_running,
             num_waiting=client.num_waiting,
@@ -107,6 +108,7 @@ class Metrics(Collector):
             refused={str(status): count for status, count in self.refused.items()},
             histograms={name: (h.counts, h.total) for name, h in histograms.items()},
         )
+        return summed([counted, self._departed])
 
     def totals(self) -> Totals:
         """The sum over all API processes: of the others what they wrote last, at most
@@ -129,9 +131,10 @@ class Metrics(Collector):
             self._board.write(_encode(self.own()))
 
     def settle_member(self, pid: int) -> None:
-        """The process has died: what was open in it counts as aborted."""
-        if self._board is not None:
-            self._board.settle(pid, lambda raw: _encode(_decode(raw).after_death()))
+        """The process has died: its counts are ours from now on, what was open in it is aborted."""
+        if self._board is not None and (raw := self._board.take(pid)) is not None:
+            self._departed = summed([self._departed, _decode(raw).after_death()])
+            self._board.write(_encode(self.own()))
 
     # ---- measured in passing ----
 

@@ -80,7 +80,8 @@ def test_a_schema_is_refused_naming_the_place(schema: Any, where: str) -> None:
     [
         ("$schema", "https://json-schema.org/draft/2020-12/schema"),
         ("title", "T"), ("description", "D"), ("default", 1), ("examples", [1]),
-        ("deprecated", True), ("x-order", 3), ("$comment", "c"), ("readOnly", True),
+        ("uniqueItems", False), ("nullable", False), ("deprecated", True), ("x-order", 3),
+        ("$comment", "c"), ("readOnly", True),
     ],
 )  # fmt: skip
 def test_what_says_nothing_about_values_is_passed_over(keyword: str, value: Any) -> None:
