@@ -54,7 +54,7 @@ class Accounts:
         self._waits_time = 0.0
 
     def begin(self, max_num_seqs: int) -> None:
-        """The engine has loaded, and runs so many sequences at a time."""
+        """The engine has loaded; it runs at most ``max_num_seqs`` sequences at a time."""
         self._gate = QueueGate(self._config, max_num_seqs, self._num_clients)
         self._max_num_seqs = max_num_seqs
 

@@ -1,12 +1,12 @@
 """When places become free: the wait of a request that finds all of them taken.
 
-How long outputs are is learned from the latest ones. Those that ``max_tokens`` ended would have
-been longer, so the share of outputs that are longer than t is estimated as survival is from
+The lengths of outputs are learned from the latest ones. Those that ``max_tokens`` ended would have
+been longer, so the share of outputs that are longer than t is estimated the way survival is from
 patients who leave a study (Kaplan and Meier, "Nonparametric estimation from incomplete
-observations", 1958). A running sequence is expected to need the mean of what is left to those that
-came as far, at most its ``max_tokens``; a token takes a step. The forecast is to be kept in nearly
-all cases, not on average: hence the margin. Where outputs vary much it errs on the late side by
-itself, as the first of several to end is earlier than each alone is expected to.
+observations", 1958). A running sequence is expected to need as many further tokens as outputs that
+came this far needed on average, at most up to its ``max_tokens``; a token takes a step. The
+forecast should hold in nearly all cases, not on average: hence the margin. Where outputs vary much
+it errs on the late side anyway, as the first of several sequences ends earlier than the mean.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PlaceForecast:
     def __init__(self) -> None:
         self._latest: deque[tuple[int, bool]] = deque([(PRIOR_TOKENS, True)])  # in order of time
         self._sorted: list[tuple[int, bool]] = list(self._latest)
-        self.step_seconds = 0.0  # mean of late; 0.0 before the first
+        self.step_seconds = 0.0  # moving average; 0.0 before the first step
 
     def on_step(self, seconds: float) -> None:
         if not self.step_seconds:
@@ -73,10 +73,10 @@ class _Outputs:
         self._area: Float64 = np.append(0.0, np.cumsum(areas))  # of S, from 0 to there
 
     def left(self, num_tokens: Float64, max_tokens: Float64) -> Float64:
-        """Further tokens of sequences that have so many and may have no more than max_tokens."""
+        """Expected further tokens of sequences that have ``num_tokens`` of at most ``max_tokens``."""
         share = self._share[self._place(num_tokens)]
         area = self._until(max_tokens) - self._until(num_tokens)
-        # Longer than all of late: as much again.
+        # Longer than all recent outputs: as much again.
         expected = np.where(share > 0, area / np.maximum(share, 1e-300), np.maximum(num_tokens, 1))
         return np.minimum(expected, max_tokens - num_tokens)
 

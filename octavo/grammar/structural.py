@@ -13,7 +13,7 @@ from octavo.types import InvalidRequest
 
 FIELD = "structured_outputs.structural_tag"
 TEXT = r"/(.|\n)*/"
-MOST_FORMATS = 1000  # that one tag may be made of; so many entries may each of its lists have
+MOST_FORMATS = 1000  # that one tag may be made of, and entries of each of its lists
 
 Grammar = dict[str, Any]
 

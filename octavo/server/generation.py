@@ -171,7 +171,7 @@ class Generation:
 
     async def prepared(self) -> list[AddRequest]:
         """All or none: the first prompt that cannot run refuses the whole request. Handles are
-        taken only then: they are finite, and a refused n may be any number."""
+        taken only after that: a refused n may be any number."""
         ask, client, tokenizer = self._ask, self._state.client, self._state.tokenizer
         n = ask.params.n
         if ask.params.stop:

@@ -1,9 +1,9 @@
 """--api-server-count: further API processes on the same port, for the same engine.
 
-The first process is the server as ever: it owns the engine, starts the others, starts again those
-that die, and ends them with itself. Each has its own event loop, requests, keys and health; the
-kernel spreads the connections (SO_REUSEPORT). What they share is the engine (``engine.seats``) and
-the directory of its sockets, where each leaves its metrics for the others.
+The first process is the server it would be alone: it owns the engine, starts the others, restarts
+those that die, and ends them when it ends. Each has its own event loop, requests, keys and health;
+the kernel spreads the connections (SO_REUSEPORT). What they share is the engine (``engine.seats``)
+and the directory of its sockets, where each leaves its metrics for the others.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class MemberSettings(msgspec.Struct):
 
 
 class Group:
-    """The further processes, as the first one sees them. ``on_death``: told the seat of one that
-    has died, when nothing of it is left."""
+    """The further processes, as the first one sees them. ``on_death``: called with the seat and the
+    pid of one that has died."""
 
     def __init__(
         self, settings: MemberSettings, count: int, on_death: Callable[[int, int], None]
@@ -82,14 +82,14 @@ class Group:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, index: int) -> None:
-        """Starts the process of that seat again and again."""
+        """Keeps a process in that seat: starts it, and another whenever it dies."""
         loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE
         while not self._ending:
             began = loop.time()
             process = await self._spawn(index)
             self._processes[index] = process
-            if self._ending:  # the signal found nobody in this seat
+            if self._ending:  # ``signal`` came before the process was known
                 process.kill()
             assert process.stdout is not None
             while line := await process.stdout.readline():
@@ -132,7 +132,7 @@ class Board:
         self._own = directory / f"metrics-{os.getpid()}"
 
     def write(self, raw: bytes) -> None:
-        """Ours, in place of the one before."""
+        """Replaces our snapshot."""
         new = self._own.with_suffix(".new")
         with contextlib.suppress(OSError):  # the first process has ended, and removed everything
             new.write_bytes(raw)

@@ -182,7 +182,7 @@ class Metrics(Collector):
         return encode(self.registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """Counts are summed over all API processes; what the engine says is told once."""
+        """Counts are summed over all API processes; the engine's own figures appear once."""
         totals = self.totals()
         yield from self._gauges(totals)
         yield from self._counters(totals)

@@ -136,7 +136,7 @@ class GenerationRequest(Body):
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    parallel_tool_calls: Bool | None = None
+    parallel_tool_calls: Bool | None = None  # of chat; a completion calls nothing
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # Older names of the same.
