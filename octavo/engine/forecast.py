@@ -73,7 +73,7 @@ class _Outputs:
         self._area: Float64 = np.append(0.0, np.cumsum(areas))  # of S, from 0 to there
 
     def left(self, num_tokens: Float64, max_tokens: Float64) -> Float64:
-        """Expected further tokens of sequences that have ``num_tokens`` of at most ``max_tokens``."""
+        """Further tokens expected of sequences with ``num_tokens`` of at most ``max_tokens``."""
         share = self._share[self._place(num_tokens)]
         area = self._until(max_tokens) - self._until(num_tokens)
         # Longer than all recent outputs: as much again.

@@ -95,7 +95,7 @@ class Grammars:
             return self._compiler
 
     def check(self, text: str) -> None:
-        """For engines that trust their callers: no limits of time or memory (``checker`` has those).
+        """For engines that trust their callers: no limits of time or memory, as ``checker`` has.
         Raises InvalidRequest saying why a grammar cannot be used."""
         found: list[str] = []
         thread = _started(lambda: found.append(self._built().problem(text)))
