@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -26,6 +27,7 @@ from octavo.types import InvalidRequest, Pooling
 logger = logging.getLogger("octavo")
 
 MANY_VALUES = 20_000  # of vectors in one response: more are written by a thread
+TURN = 100  # requests made before others have their turn
 MOST_INPUTS = 2048  # of one request, as OpenAI has it
 
 
@@ -39,7 +41,7 @@ async def embed(
     answer = EmbeddingAnswer(state, body, name, arrival, warnings)
     try:
         prompts = await in_time(state, body.timeout, arrival, inputs_of(state, body, request))
-        requests = answer.prepare(prompts, request.scope)
+        requests = await answer.prepare(await state.arrays(prompts), request.scope)
     except InvalidRequest as error:
         sent = "input" if body.messages is None else "messages"
         field = sent if error.param == "prompt" else error.param
@@ -125,22 +127,24 @@ class EmbeddingAnswer:
         self._last_scheduled = arrival
         self._num_cached = 0
 
-    def prepare(self, prompts: list[list[int]], scope: Scope) -> list[AddRequest]:
-        """A request for each prompt, all or none. ``scope``: of whose key. Raises
-        InvalidRequest."""
+    async def prepare(self, prompts: Sequence[Any], scope: Scope) -> list[AddRequest]:
+        """A request for each prompt, all or none; thousands take turns with what else is to be
+        done. ``scope``: of whose key. Raises InvalidRequest."""
         client, body = self._state.client, self._body
         tenant = scope["octavo.key"]
         salt = self._state.salt(tenant, body.cache_salt)
-        requests = [
-            prepare_embedding(
+        requests = []
+        for i, ids in enumerate(prompts):
+            if i % TURN == TURN - 1:
+                await asyncio.sleep(0)
+            request = prepare_embedding(
                 client.info, ids, body.pooling or Pooling.LAST.value, handle=i,
                 request_id=f"{self._name}-{i}" if len(prompts) > 1 else self._name,
                 arrival=self._arrival, truncate_prompt_tokens=body.truncate_prompt_tokens,
                 priority=body.priority or 0, salt=salt, tenant=tenant,
                 weight=scope["octavo.weight"],
-            )
-            for i, ids in enumerate(prompts)
-        ]  # fmt: skip
+            )  # fmt: skip
+            requests.append(request)
         first = client.allocate(len(requests))
         for request in requests:
             request.handle += first

@@ -183,7 +183,7 @@ class Generation:
                 priority=ask.priority, salt=ask.salt, tenant=ask.tenant, weight=ask.weight,
                 bad_words=bad_words, grammar=ask.grammar,
             )
-            for i, ids in enumerate(ask.prompts)
+            for i, ids in enumerate(await self._state.arrays(ask.prompts))
         ]  # fmt: skip
         self._first_handle = client.allocate(n * len(requests))
         for i, (ids, request) in enumerate(zip(ask.prompts, requests)):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.admission import id_array
 from octavo.engine.client import ProcessClient
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.server.errors import NotFound
@@ -153,3 +154,10 @@ class ServerState:
                 return work()
         receive = request.receive if request is not None else None
         return await self.workers.run(work, num_chars, receive)
+
+    async def arrays(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
+        """Lists of ids as arrays, where making those takes a while; else as they are."""
+        total = sum(map(len, prompts))
+        if total <= LONG_TEXT:
+            return prompts
+        return await self.encode(lambda: [id_array(ids) for ids in prompts], total)
