@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},
-    "llm": EVERYBODY | {"engine", "assembly", "progress", "text", "checkpoint", "grammar"},
+    "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
+    "llm": EVERYBODY | {"engine", "assembly", "frontend", "progress", "text"},
     "cli": {""},
     "__main__": {"cli"},
     "__init__": {"types", "llm"},
@@ -53,6 +54,7 @@ WITHOUT_TORCH = {
         "grammar",
         "assembly",
         "progress",
+        "frontend",
         "server",
         "llm",
         "cli",

@@ -187,7 +187,7 @@ def _check_priority(priority: int) -> None:
 
 
 def _checked_ids(info: EngineInfo, prompt_ids: Sequence[int]) -> np.ndarray[Any, Any]:
-    ids = id_array(prompt_ids)
+    ids = _as_array(prompt_ids)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest(
             f"the prompt is not a list of token ids (integers from 0 to {info.vocab_size - 1})",
@@ -204,7 +204,7 @@ def _checked_ids(info: EngineInfo, prompt_ids: Sequence[int]) -> np.ndarray[Any,
     return ids
 
 
-def id_array(ids: Sequence[int]) -> np.ndarray[Any, Any]:
+def _as_array(ids: Sequence[int]) -> np.ndarray[Any, Any]:
     """Whatever was sent; of no dimension where it cannot be an array of numbers."""
     if not len(ids):
         return EMPTY

@@ -47,6 +47,7 @@ from octavo.engine.messages import (
     ToEngine,
     encoder,
     from_engine_decoder,
+    num_ids,
 )
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
@@ -82,7 +83,7 @@ class _Entry:
     def __init__(self, request: AddRequest, stream: RequestStream) -> None:
         self.handle = request.handle
         self.n = self.num_open = request.params.n
-        self.num_prompt_tokens = len(request.prompt_ids) // 4
+        self.num_prompt_tokens = num_ids(request.prompt_ids)
         self.num_tokens = 0  # output of all its choices
         self.max_tokens = request.max_tokens
         self.queued = True  # counted by the gate: none of its choices has started
@@ -264,7 +265,7 @@ class ProcessClient:
         gate = self._require_gate()
         now = time.monotonic()
         if not continuing:
-            num_tokens = sum(len(r.prompt_ids) // 4 for r in requests)
+            num_tokens = sum(num_ids(r.prompt_ids) for r in requests)
             self.check_queue(len(requests), num_tokens, sum(r.params.n for r in requests))
         handles = [r.handle + i for r in requests for i in range(r.params.n)]
         stream = RequestStream(self._loop, handles)
@@ -326,6 +327,11 @@ class ProcessClient:
     @property
     def num_waiting_tokens(self) -> int:
         return self._gate.num_tokens if self._gate else 0
+
+    @property
+    def most_queued(self) -> int:
+        """How many requests may wait in this client. Raises EngineDead as ``submit`` does."""
+        return self._require_gate().max_requests
 
     async def reset_prefix_cache(self) -> bool:
         """Whether the cache could be emptied (not while requests hold blocks of it)."""
@@ -471,7 +477,8 @@ class ProcessClient:
         entry = self._entries.pop(handle)
         self._waiting.discard(handle)
         self.ended[reason] += 1
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        # Where at most one token could come (beams, vectors) nothing is learned of lengths.
+        if entry.max_tokens > 1 and reason in (FinishReason.STOP, FinishReason.LENGTH):
             by_itself = reason == FinishReason.STOP
             self._forecast.on_end(entry.num_tokens // entry.n, by_itself)
         entry.num_open -= 1

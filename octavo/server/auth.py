@@ -85,13 +85,13 @@ class KeyGuard:
 
     def _scopes(self, scope: Scope) -> frozenset[str]:
         """Of the route that the router will choose; all scopes where there is none."""
+        if scope["type"] != "http":
+            return SCOPES
         path = scope["path"]
         if self._root and path.startswith(self._root + "/"):
             path = path[len(self._root) :]
-        if (found := self._exact.get(path)) is not None and scope["type"] == "http":
+        if (found := self._exact.get(path)) is not None:
             return found
-        if scope["type"] != "http":
-            return SCOPES
         for route in self._routes:
             if route.matches({**scope, "root_path": self._root})[0] is not Match.NONE:
                 return SCOPES_OF[_path_of(route)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -27,7 +26,6 @@ from octavo.types import InvalidRequest, Pooling
 logger = logging.getLogger("octavo")
 
 MANY_VALUES = 20_000  # of vectors in one response: more are written by a thread
-TURN = 100  # requests made before others have their turn
 MOST_INPUTS = 2048  # of one request, as OpenAI has it
 
 
@@ -37,11 +35,13 @@ async def embed(
     """Errors are raised; the app answers them."""
     arrival = time.monotonic()
     check_priority(state, body.priority)
+    state.client.check_queue(1)  # before thousands of texts are tokenized
     name = request_id(request, body.request_id, "embd")
     answer = EmbeddingAnswer(state, body, name, arrival, warnings)
     try:
         prompts = await in_time(state, body.timeout, arrival, inputs_of(state, body, request))
-        requests = await answer.prepare(await state.arrays(prompts), request.scope)
+        # 20 µs for each of perhaps 2,048 inputs
+        requests = await state.encode(lambda: answer.prepared(prompts, request.scope), 0, request)
     except InvalidRequest as error:
         sent = "input" if body.messages is None else "messages"
         field = sent if error.param == "prompt" else error.param
@@ -49,6 +49,7 @@ async def embed(
     if state.server.enable_log_requests:
         logger.info("%s: vectors of %d inputs", name, len(requests))
     state.check_serving()
+    answer.number(requests)
     submission = Submission(state, request.receive, arrival, body.timeout, answer.doing)
     try:
         for part in parts(requests, state):
@@ -97,12 +98,9 @@ async def inputs_of(
 
 
 def parts(requests: list[AddRequest], state: ServerState) -> Iterator[list[AddRequest]]:
-    """So many at a time as the engine runs at once and the queue takes: a long list neither
+    """As many at a time as the engine runs at once and the queue takes: a long list neither
     overflows the queue nor keeps everybody else waiting."""
-    queued = state.config.scheduler.max_num_queued_reqs
-    size = state.client.info.max_num_seqs
-    if queued is not None:
-        size = max(1, min(size, queued))
+    size = max(1, min(state.client.info.max_num_seqs, state.client.most_queued))
     for begin in range(0, len(requests), size):
         yield requests[begin : begin + size]
 
@@ -127,29 +125,29 @@ class EmbeddingAnswer:
         self._last_scheduled = arrival
         self._num_cached = 0
 
-    async def prepare(self, prompts: Sequence[Any], scope: Scope) -> list[AddRequest]:
-        """A request for each prompt, all or none; thousands take turns with what else is to be
-        done. ``scope``: of whose key. Raises InvalidRequest."""
+    def prepared(self, prompts: list[list[int]], scope: Scope) -> list[AddRequest]:
+        """A request for each prompt, all or none, the first with handle 0. ``scope``: of whose
+        key. Raises InvalidRequest."""
         client, body = self._state.client, self._body
         tenant = scope["octavo.key"]
         salt = self._state.salt(tenant, body.cache_salt)
-        requests = []
-        for i, ids in enumerate(prompts):
-            if i % TURN == TURN - 1:
-                await asyncio.sleep(0)
-            request = prepare_embedding(
+        return [
+            prepare_embedding(
                 client.info, ids, body.pooling or Pooling.LAST.value, handle=i,
                 request_id=f"{self._name}-{i}" if len(prompts) > 1 else self._name,
                 arrival=self._arrival, truncate_prompt_tokens=body.truncate_prompt_tokens,
                 priority=body.priority or 0, salt=salt, tenant=tenant,
                 weight=scope["octavo.weight"],
-            )  # fmt: skip
-            requests.append(request)
-        first = client.allocate(len(requests))
+            )
+            for i, ids in enumerate(prompts)
+        ]  # fmt: skip
+
+    def number(self, requests: list[AddRequest]) -> None:
+        """Gives the prepared requests handles of their own."""
+        first = self._state.client.allocate(len(requests))
         for request in requests:
             request.handle += first
         self._requests = requests
-        return requests
 
     def take(self, events: MoreEvents) -> None:
         metrics, now = self._state.metrics, time.monotonic()
@@ -203,7 +201,8 @@ class EmbeddingAnswer:
         return num_ids(self._requests[handle - self._requests[0].handle].prompt_ids)
 
     def _encoded(self, handle: int) -> bytes:
-        """A vector as JSON: at most so much is written in one go, however many there are."""
+        """One vector as JSON. The encoder keeps Python to itself, so it is given no more at a time:
+        the event loop gets its turn between two vectors."""
         vector = self._vectors[handle].vector(self._normalize)
         if self._body.encoding_format == "base64":
             return b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())

@@ -89,6 +89,8 @@ class Group:
             began = loop.time()
             process = await self._spawn(index)
             self._processes[index] = process
+            if self._ending:  # the signal found nobody in this seat
+                process.kill()
             assert process.stdout is not None
             while line := await process.stdout.readline():
                 if line == READY:

@@ -247,9 +247,8 @@ class Server:
         self._state.metrics.size_by_tokens(info.max_model_len)
         if self._seat.count > 1:
             self._state.metrics.share(Board(self._client.directory))
-        if (
-            self._state.tokenizer is not None and not self._seat.index
-        ):  # the engine makes its tables while it is idle
+        if self._state.tokenizer is not None and self._seat.index == 0:
+            # The engine makes its tables of it while it is idle.
             self._client.send_vocabulary(self._state.vocabulary())
         collector.settle()
         self._state.loaded = True

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.admission import id_array
 from octavo.engine.client import ProcessClient
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.server.errors import NotFound
@@ -117,11 +116,10 @@ class ServerState:
     def vocabulary(self) -> Vocabulary:
         """The tokens of the model, as a grammar's matcher knows them. Raises InvalidRequest without
         a tokenizer."""
-        tokenizer = self.require_tokenizer("structured_outputs")
-        size = self.client.info.vocab_size
-        table = self.byte_table[:size] + [b""] * (size - len(self.byte_table))
-        special = sorted(index for index in tokenizer.special_ids if index < size)
-        return Vocabulary(table, special, self.client.info.eos_ids)
+        tokenizer, info = self.require_tokenizer("structured_outputs"), self.client.info
+        return Vocabulary.of_model(
+            info.vocab_size, self.byte_table, tokenizer.special_ids, info.eos_ids
+        )
 
     def check_text_length(self, num_chars: int, param: str) -> None:
         """Raises InvalidRequest for a text that cannot fit, before minutes are spent on it."""
@@ -154,10 +152,3 @@ class ServerState:
                 return work()
         receive = request.receive if request is not None else None
         return await self.workers.run(work, num_chars, receive)
-
-    async def arrays(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
-        """Lists of ids as arrays, where making those takes a while; else as they are."""
-        total = sum(map(len, prompts))
-        if total <= LONG_TEXT:
-            return prompts
-        return await self.encode(lambda: [id_array(ids) for ids in prompts], total)

@@ -236,3 +236,17 @@ def test_sums_of_totals():
     assert both.ended == {"stop": 4, "abort": 3}
     assert both.histograms == {"queue": ([2, 0], 1.0)}
     assert json.loads(json.dumps(one.histograms)) == {"queue": [[1, 0], 0.5]}, "not changed"
+
+
+def test_a_list_longer_than_a_process_may_queue_is_taken_in_parts():
+    engine, limits = {"step_seconds": 0.02, "max_num_seqs": 4}, {"max_num_queued_reqs": 4}
+    with mock_server.start(engine=engine, server=TWO, scheduler=limits) as server:
+        client = one_of_each(server)[1]
+        running = [Stream(client, max_tokens=60) for _ in range(4)]  # all places
+        while server.metric("vllm:num_requests_running") < 4:
+            time.sleep(0.02)
+        answer = client.http.post("/v1/embeddings", json={"input": [[i, 7] for i in range(9)]})
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["data"]) == 9
+        for stream in running:
+            assert "[DONE]" in stream.end()
