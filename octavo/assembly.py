@@ -19,20 +19,17 @@ from octavo.engine.messages import (
     TokenLogprobRow,
     num_ids,
 )
-from octavo.text.output import ChoiceText
-from octavo.text.tokenizer import Tokenizer
-from octavo.types import (
+from octavo.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    FinishReason,
-    InvalidRequest,
     Logprob,
-    OctavoError,
     RequestOutput,
-    RequestTimings,
     TokenLogprobs,
 )
+from octavo.text.output import ChoiceText
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import FinishReason, InvalidRequest, OctavoError, RequestTimings
 
 
 class Choice:

@@ -429,42 +429,6 @@ def kernel_cache_dir() -> Path | None:
     return wanted if os.access(existing, os.W_OK) else None
 
 
-def available_cores() -> int:
-    """Cores this process may use: its affinity mask, limited by the cgroup's quota (v2 or v1)."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota()
-    return max(1, min(cores, int(quota + 0.5) or 1)) if quota else cores
-
-
-def _cgroup_quota() -> float | None:
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        base = Path("/sys/fs/cgroup/cpu")
-        limit_us = int((base / "cpu.cfs_quota_us").read_text())
-        period_us = int((base / "cpu.cfs_period_us").read_text())
-        return limit_us / period_us if limit_us > 0 else None
-    except (OSError, ValueError):
-        return None
-
-
-def available_memory() -> int:
-    """Bytes that can still be taken: MemAvailable, limited by the cgroup's memory limit."""
-    info = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(info["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            free = min(free, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass
-    return free
-
-
 def child_environment(threads: int) -> dict[str, str]:
     """Environment of an engine process: one place decides thread pools. API keys stay here."""
     return {
@@ -556,56 +520,6 @@ def _check_value(f: Any, value: Any) -> None:
         raise ConfigError(f"{spelling} {value}: must be at least {low}")
     if high is not None and not value <= high:
         raise ConfigError(f"{spelling} {value}: must be at most {high}")
-
-
-# Flags of vLLM that a later version brings: parsed, then "not in this version" (exit 2).
-FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
-    "--quantization-fp8-dynamic": "quantization",
-    "--nnodes": "several nodes",
-    "-n": "several nodes",
-    "--node-rank": "several nodes",
-    "-r": "several nodes",
-    "--master-addr": "several nodes",
-    "--master-port": "several nodes",
-    "--headless": "several nodes",
-    "--data-parallel-backend": "several nodes",
-    "-dpb": "several nodes",
-    "--speculative-config": "speculative decoding",
-    "-sc": "speculative decoding",
-    "--spec-method": "speculative decoding",
-    "--spec-model": "speculative decoding",
-    "--spec-tokens": "speculative decoding",
-    "--speculative-model": "speculative decoding",
-    "--num-speculative-tokens": "speculative decoding",
-    "--otlp-traces-endpoint": "tracing",
-}
-
-# Flags vLLM removed, still in people's scripts: accepted, and answered with what replaced them.
-RETIRED_FLAGS: dict[str, str] = {
-    "--swap-space": "preempted requests are recomputed, never swapped; nothing to set",
-    "--worker-use-ray": "use --distributed-executor-backend ray",
-    "--use-v2-block-manager": "there is one block pool; nothing to set",
-    "--num-lookahead-slots": "lookahead follows from speculative decoding; nothing to set",
-    "--guided-decoding-backend": "llguidance is the only backend; use --structured-outputs-config",
-    "--disable-frontend-multiprocessing": "use octavo.LLM for an engine in the same process",
-    "--disable-log-requests": "requests are not logged unless --enable-log-requests is given",
-    "--device": "a GPU is used where CUDA shows one; CUDA_VISIBLE_DEVICES= runs on the CPU",
-    "--num-scheduler-steps": "steps overlap by default (--async-scheduling)",
-    "--preemption-mode": "preemption is always by recompute",
-    "--task": "the server offers what the model can do; nothing to set",
-    "--max-seq-len-to-capture": "CUDA graphs cover every length; --enforce-eager turns them off",
-    "--enable-reasoning": "use --reasoning-parser",
-    "--rope-scaling": "use --hf-overrides '{\"rope_scaling\": {…}}'",
-    "--rope-theta": "use --hf-overrides '{\"rope_theta\": …}'",
-}
-# Of the retired flags, those that took no value.
-RETIRED_SWITCHES = {
-    "--worker-use-ray",
-    "--use-v2-block-manager",
-    "--disable-frontend-multiprocessing",
-    "--disable-log-requests",
-    "--enable-reasoning",
-}
 
 
 def reject_unsupported(config: EngineConfig) -> None:

@@ -17,20 +17,16 @@ from octavo.engine.admission import prepare_embedding
 from octavo.engine.beams import Beam, BeamSearch, no_stop
 from octavo.engine.messages import Outputs, unpack_ids
 from octavo.frontend import Frontend, Message, Prompt, listed
+from octavo.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingRequestOutput,
+    RequestOutput,
+)
 from octavo.progress import AnswerProgress, InterruptBetweenSteps
 from octavo.text.chat import check_template_variables
 from octavo.text.output import ChoiceText, stop_string_in
-from octavo.types import (
-    BeamSearchOutput,
-    BeamSearchParams,
-    BeamSearchSequence,
-    EmbeddingRequestOutput,
-    EngineDead,
-    InvalidRequest,
-    RequestOutput,
-    SamplingParams,
-    StepProfile,
-)
+from octavo.types import BeamSearchParams, EngineDead, InvalidRequest, SamplingParams, StepProfile
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from octavo import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
-from octavo.types import EngineDead, InvalidRequest, RequestOutput
+from octavo.outputs import RequestOutput
+from octavo.types import EngineDead, InvalidRequest
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "cpu_threads": 1}
 PROMPT = [5, 6, 7]

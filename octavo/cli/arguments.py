@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli import values
+from octavo.cli.foreign_flags import FLAGS_OF_LATER_VERSIONS, RETIRED_FLAGS, RETIRED_SWITCHES
 from octavo.config import (
-    FLAGS_OF_LATER_VERSIONS,
-    RETIRED_FLAGS,
-    RETIRED_SWITCHES,
     C,
     flag_fields,
     from_flags,

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.config import EngineConfig, available_cores, available_memory
+from octavo.config import EngineConfig
 from octavo.core.plan import SAMPLE, NewRequest, StepPlan, StepResult
 from octavo.grammar.grammars import Grammars
+from octavo.machine import available_cores, available_memory
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.types import Progress, SamplingParams
