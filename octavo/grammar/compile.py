@@ -7,8 +7,9 @@ model chooses how to spell what must come), then ``main``, the client's, and wha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from json import JSONDecodeError, JSONDecoder
+from json import JSONDecoder
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ MOST_BYTES = 256 << 10
 # White space where JSON allows it: a blank or two, or a line break and an indentation. Matched at
 # most once at each place, so that no model can fill its answer with it.
 WHITE_SPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
+
+_HALF = "holds half a surrogate pair, which is not Unicode"
 
 Grammar = dict[str, Any]
 
@@ -143,17 +146,30 @@ def _with_options(lark: str, options: Grammar, field: str) -> str:
         text = part.lstrip()
         try:
             schema, end = JSONDecoder().raw_decode(text)
-        except (JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # no JSON, or a number of more than 4,300 digits
             out.append(part)  # llguidance says what is wrong with it
             continue
         check_keywords(schema, field)
         if isinstance(schema, dict):
-            bound = msgspec.json.encode(
-                {**with_plain_unions(schema), "x-guidance": options}
-            ).decode()
+            bound = _written({**with_plain_unions(schema), "x-guidance": options}, field)
             part = f" {bound}{text[end:]}"
         out.append(part)
     return "%json".join(out)
+
+
+def _written(value: Any, field: str) -> str:
+    """As JSON. Raises InvalidRequest for what Python reads and JSON has not: msgspec would write
+    null in the place of a number that is none."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{field} {_HALF}", field) from None
+    except ValueError:
+        raise InvalidRequest(
+            f"{field} holds a number that is NaN, or larger than a float holds", field
+        ) from None
+    return text
 
 
 def _check_size(params: StructuredOutputsParams) -> None:
@@ -165,10 +181,11 @@ def _check_size(params: StructuredOutputsParams) -> None:
         size = len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
         size += len((params.whitespace_pattern or "").encode())
     except UnicodeEncodeError:
-        raise InvalidRequest(
-            f"{field} holds half a surrogate pair, which is not Unicode", field
-        ) from None
+        raise InvalidRequest(f"{field} {_HALF}", field) from None
     except (RecursionError, TypeError, ValueError) as error:
         raise InvalidRequest(f"{field} cannot be written as JSON: {error}", field) from None
-    if size > MOST_BYTES:
+    if size <= MOST_BYTES:
+        if not isinstance(value, str):
+            _written(value, field)
+    else:
         raise InvalidRequest(f"{field} has {size:,} bytes; at most {MOST_BYTES:,} are taken", field)

@@ -44,35 +44,53 @@ def check_keywords(schema: Any, field: str) -> None:
     what stands in a schema's place and is none. Other values are left to llguidance, which refuses
     those that are not as they must be.
     """
-    pending = [(schema, "")]
+    pending: list[tuple[Any, Place]] = [(schema, None)]
     while pending:
-        node, path = pending.pop()
+        node, place = pending.pop()
         if isinstance(node, bool):
             continue
         if not isinstance(node, dict):
             raise InvalidRequest(
-                f"{field}{path} is {_shown(node)}; a schema is an object, true or false", field
+                f"{field}{_path(place)} is {_shown(node)}; a schema is an object, true or false",
+                field,
             )
         for word, value in node.items():
             if word in NEUTRAL and value is NEUTRAL[word]:
                 continue
             if word not in ENFORCED and word not in ANNOTATIONS and not word.startswith("x-"):
-                raise InvalidRequest(f"{field}{path}: {_why_not(word)}", field)
+                raise InvalidRequest(f"{field}{_path(place)}: {_why_not(word)}", field)
         if "x-guidance" in node:
-            raise InvalidRequest(f"{field}{path}: x-guidance cannot be set in a schema", field)
-        pending += _subschemas(node, path)
+            raise InvalidRequest(
+                f"{field}{_path(place)}: x-guidance cannot be set in a schema", field
+            )
+        pending += _subschemas(node, place)
 
 
-def _subschemas(node: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
+# Where a schema stands: its parent's place and what leads on from there. Written out only for an
+# error: the names of a schema's parents, repeated for each of its thousands of properties, would
+# take gigabytes.
+Place = tuple["Place", str] | None
+
+
+def _subschemas(node: dict[str, Any], place: Place) -> Iterator[tuple[Any, Place]]:
     for word in MAPS:
         if isinstance(node.get(word), dict):
-            yield from ((value, f"{path}.{word}.{name}") for name, value in node[word].items())
+            within = (place, f".{word}.")
+            yield from ((value, (within, name)) for name, value in node[word].items())
     for word in LISTS:
         if isinstance(node.get(word), list):
-            yield from ((value, f"{path}.{word}[{i}]") for i, value in enumerate(node[word]))
+            yield from ((value, (place, f".{word}[{i}]")) for i, value in enumerate(node[word]))
     for word in SINGLE:
         if word in node and not isinstance(node[word], list):
-            yield node[word], f"{path}.{word}"
+            yield node[word], (place, f".{word}")
+
+
+def _path(place: Place) -> str:
+    parts = []
+    while place is not None:
+        place, part = place
+        parts.append(part)
+    return "".join(reversed(parts))
 
 
 def _shown(value: Any) -> str:

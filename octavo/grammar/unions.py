@@ -14,6 +14,7 @@ from octavo.grammar.keywords import LISTS, MAPS, NEUTRAL, SINGLE
 Schema = dict[str, Any]
 MOST_REFERENCES = 32  # followed from one option
 MOST_OPTIONS = 100  # of a union: each is compared with each
+MOST_COMPARED = 2_000_000  # names and values, in all unions of a schema: some 0.3 s
 
 
 def with_plain_unions(schema: Schema) -> Schema:
@@ -26,6 +27,7 @@ def with_plain_unions(schema: Schema) -> Schema:
 class _Rewriter:
     def __init__(self, root: Schema) -> None:
         self._root = root
+        self._left = MOST_COMPARED
 
     def rewritten(self, node: Any) -> Any:
         """Only what holds schemas is gone through: values (const, enum, default) stay."""
@@ -52,7 +54,7 @@ class _Rewriter:
         if len(options) > MOST_OPTIONS:
             return False
         resolved = [self._resolved(option) for option in options]
-        return all(_disjoint(first, second) for first, second in combinations(resolved, 2))
+        return all(self._disjoint(first, second) for first, second in combinations(resolved, 2))
 
     def _resolved(self, node: Any) -> Any:
         """What a schema that is nothing but a reference refers to."""
@@ -72,21 +74,31 @@ class _Rewriter:
             node = node[name]
         return node
 
+    def _disjoint(self, first: Any, second: Any) -> bool:
+        """Whether no value matches both; False, too, where finding that out takes too long."""
+        if not (isinstance(first, dict) and isinstance(second, dict)):
+            return False
+        self._left -= _num_compared(first) + _num_compared(second)
+        if self._left < 0:
+            return False
+        kinds = _kinds(first), _kinds(second)
+        if None not in kinds and not kinds[0] & kinds[1]:  # type: ignore[operator]
+            return True
+        values = _values(first), _values(second)
+        if None not in values and not values[0] & values[1]:  # type: ignore[operator]
+            return True
+        if not all(kind == {"object"} for kind in kinds):
+            return False
+        # What matches both has the properties that either requires.
+        names = {*_required(first), *_required(second)}
+        return any(
+            self._disjoint(_property(first, name), _property(second, name)) for name in names
+        )
 
-def _disjoint(first: Any, second: Any) -> bool:
-    if not (isinstance(first, dict) and isinstance(second, dict)):
-        return False
-    kinds = _kinds(first), _kinds(second)
-    if None not in kinds and not kinds[0] & kinds[1]:  # type: ignore[operator]
-        return True
-    values = _values(first), _values(second)
-    if None not in values and not values[0] & values[1]:  # type: ignore[operator]
-        return True
-    if not all(kind == {"object"} for kind in kinds):
-        return False
-    # What matches both has the properties that either requires.
-    names = {*_required(first), *_required(second)}
-    return any(_disjoint(_property(first, name), _property(second, name)) for name in names)
+
+def _num_compared(schema: Schema) -> int:
+    lists = (schema.get(word) for word in ("type", "enum", "required"))
+    return 1 + sum(len(found) for found in lists if isinstance(found, list))
 
 
 def _kinds(schema: Schema) -> set[str] | None:

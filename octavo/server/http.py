@@ -12,7 +12,7 @@ import uvicorn
 
 from octavo.config import ServerConfig
 from octavo.server.auth import App, Receive, Scope, Send
-from octavo.server.writes import batched_protocol
+from octavo.server.connections import batched_protocol
 from octavo.types import ConfigError
 
 KEEP_ALIVE_SECONDS = 60

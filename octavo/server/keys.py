@@ -6,6 +6,7 @@ secret of this process, so that neither a lookup nor its time reveals anything a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import logging
@@ -24,6 +25,7 @@ logger = logging.getLogger("octavo")
 INFER, METRICS, ADMIN = "infer", "metrics", "admin"
 SCOPES = frozenset({INFER, METRICS, ADMIN})
 MOST_WEIGHT = 1000.0
+MOST_FILE_BYTES = 1 << 20  # some 10,000 keys; it is read while streams wait
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _COMMENT = re.compile(r"(^|\s)#.*")
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -102,11 +104,13 @@ def read_key_file(path: Path) -> list[ApiKey]:
     commas, or all. Raises ConfigError naming the line, never the key.
     """
     try:
-        text = path.read_text()
-        mode = path.stat().st_mode
+        raw, mode = _contents(path)
+        text = raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"--api-key-file {path}: cannot be read ({reason})") from None
+    if len(raw) > MOST_FILE_BYTES:
+        raise ConfigError(f"--api-key-file {path}: is longer than {MOST_FILE_BYTES:,} bytes")
     if mode & stat.S_IROTH:
         logger.warning("--api-key-file %s can be read by every user: chmod 600 it", path)
     keys: list[ApiKey] = []
@@ -126,6 +130,18 @@ def read_key_file(path: Path) -> list[ApiKey]:
     if not keys:
         raise ConfigError(f"--api-key-file {path}: holds no key")
     return keys
+
+
+def _contents(path: Path) -> tuple[bytes, int]:
+    """At most one byte more than may be, and the mode. Raises OSError, also for what is no plain
+    file: a pipe or a device might keep the reader for ever."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is not a plain file")
+        return file.read(MOST_FILE_BYTES + 1), mode
 
 
 def _key_of(words: list[str]) -> ApiKey:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 # Connections whose writes may wait for each other: bounds what the first waits for the last.
 MOST_WAITING = 64
 
@@ -64,14 +62,3 @@ class BatchedTransport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
-
-
-def batched_protocol() -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, its connections sharing one new batch."""
-    batch = WriteBatch()
-
-    class BatchedProtocol(HttpToolsProtocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(BatchedTransport(transport, batch))  # type: ignore[arg-type]
-
-    return BatchedProtocol

@@ -6,11 +6,13 @@ import json
 import random
 import re
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from octavo.grammar.compile import MOST_BYTES, grammar_text
+from octavo.grammar.keywords import check_keywords
 from octavo.types import InvalidRequest, StructuredOutputsParams
 from tests.grammar import walks
 from tests.grammar.walks import SPECIAL, TOKENS, allowed, compiler, text_of, walk
@@ -287,3 +289,38 @@ def test_a_text_of_nothing_but_special_tokens_takes_time_linear_in_its_length() 
     found = re.findall(r"<\[(\d+)\]>", text)  # the longest name counts, where one begins another
     assert [int(index) for index in found] == [*(i % 200 for i in range(20_000)), 900]
     assert json.loads(text)["grammars"][1]["lark_grammar"].endswith('<[900]> "x"')
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_json_has_not_is_refused_not_replaced_by_null(number: float) -> None:
+    schema = {"properties": {"a": {"const": number}}}
+    assert "NaN, or larger" in problem(json=schema)
+    form = {"type": "json_schema", "json_schema": schema}
+    assert "NaN, or larger" in problem(structural_tag={"type": "structural_tag", "format": form})
+    assert "is not JSON" in problem(json=json.dumps(schema))
+    assert "NaN, or larger" in problem(grammar=f"start: %json {json.dumps(schema)}")
+
+
+def test_a_number_of_more_digits_than_python_reads_is_refused_by_the_compiler() -> None:
+    lark = 'start: %json {"const": 1' + "0" * 5000 + "}"
+    text = text_of(StructuredOutputsParams(grammar=lark))
+    assert "out of range" in compiler().problem(text)
+
+
+def test_half_a_surrogate_in_a_schema_inside_of_a_grammar_is_refused() -> None:
+    assert "half a surrogate" in problem(grammar=r'start: %json {"const": "\ud800"}')
+
+
+def test_long_names_of_parents_are_not_repeated_for_each_property() -> None:
+    """A name of 100 KB with 9,000 properties below it took 900 MB."""
+    inner: dict[str, Any] = {f"b{i}": {} for i in range(9000)}
+    schema = {"properties": {"a" * 100_000: {"properties": inner}}}
+    tracemalloc.start()
+    try:
+        check_keywords(schema, "json")
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    inner["b7"] = {"anyOf": [{}, {"minLenght": 1}]}
+    with pytest.raises(InvalidRequest, match=r"json\.properties\.a+\.properties\.b7\.anyOf\[1\]: "):
+        check_keywords(schema, "json")

@@ -165,6 +165,27 @@ def test_a_bad_file_is_refused_by_line_without_showing_a_key(tmp_path, line, say
     assert "secret-1" not in str(refusal.value)
 
 
+def test_what_is_no_plain_file_of_a_sensible_size_is_refused_at_once(tmp_path):
+    """Read by the event loop: a pipe would stop the server, a device fill its memory."""
+    path = tmp_path / "keys"
+
+    def refused(says):
+        with pytest.raises(ConfigError, match=says):
+            Keys(file=str(path))
+
+    os.mkfifo(path)
+    refused("not a plain file")
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    refused("not a plain file")
+    path.unlink()
+    path.mkdir()
+    refused("Is a directory")
+    path.rmdir()
+    path.write_text("# comment\n" * 200_000)
+    refused("longer than 1,048,576 bytes")
+
+
 def test_a_file_that_all_can_read_is_warned_about(key_file, caplog):
     with caplog.at_level(logging.WARNING, "octavo"):
         Keys([], str(key_file))
