@@ -17,6 +17,7 @@ from octavo.engine.streams import MoreEvents
 from octavo.server.answers import check_priority, in_time, request_id
 from octavo.server.auth import Scope
 from octavo.server.chat import chat_ids, check_without_messages
+from octavo.server.inputs import listed, token_ids
 from octavo.server.protocol import EmbeddingRequest
 from octavo.server.state import ServerState
 from octavo.server.streaming import encode_json, members
@@ -75,26 +76,19 @@ async def inputs_of(
         )
         return [await chat_ids(state, prompted, body.messages, body.add_special_tokens, request)]
     check_without_messages(body)
-    given: Any = [body.input] if isinstance(body.input, str) else body.input
-    if not given:
-        raise InvalidRequest("input is an empty list", "input")
-    if isinstance(given[0], int):
-        return [given]
-    if len(given) > MOST_INPUTS:
+    inputs = listed(body.input, "input")
+    if len(inputs) > MOST_INPUTS:
         raise InvalidRequest(
-            f"input holds {len(given)} inputs; at most {MOST_INPUTS} are taken at once", "input"
+            f"input holds {len(inputs)} inputs; at most {MOST_INPUTS} are taken at once", "input"
         )
-    if isinstance(given[0], list):
-        return list(given)
-    tokenizer = state.require_tokenizer("input")
-    special = body.add_special_tokens is not False
-    if body.truncate_prompt_tokens is None:
-        state.check_text_length(max(map(len, given)), "input")
-
-    def encode() -> list[list[int]]:
-        return [tokenizer.encode(text, add_special_tokens=special) for text in given]
-
-    return await state.encode(encode, sum(map(len, given)), request)
+    return await token_ids(
+        state,
+        inputs,
+        "input",
+        add_special_tokens=body.add_special_tokens,
+        truncated=body.truncate_prompt_tokens is not None,
+        request=request,
+    )
 
 
 def parts(requests: list[AddRequest], state: ServerState) -> Iterator[list[AddRequest]]:
