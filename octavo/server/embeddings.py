@@ -31,10 +31,13 @@ MOST_INPUTS = 2048  # of one request, as OpenAI has it
 
 
 async def embed(
-    state: ServerState, request: Request, body: EmbeddingRequest, warnings: list[str]
+    state: ServerState,
+    request: Request,
+    body: EmbeddingRequest,
+    arrival: float,
+    warnings: list[str],
 ) -> Response:
-    """Errors are raised; the app answers them."""
-    arrival = time.monotonic()
+    """Errors are raised; the app answers them. ``arrival``: ``time.monotonic()``."""
     check_priority(state, body.priority)
     state.client.check_queue(1)  # before thousands of texts are tokenized
     name = request_id(request, body.request_id, "embd")
