@@ -25,6 +25,8 @@ logger = logging.getLogger("octavo")
 
 READY = b"ready\n"  # what a process writes when it can serve
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before one that died is started again
+LOOK_SECONDS = 1.0  # between two looks at whether the others go on
+MOST_SILENCE = 10.0  # seconds without a snapshot of its metrics: its event loop stands still
 
 
 class MemberSettings(msgspec.Struct):
@@ -57,6 +59,7 @@ class Group:
     def start(self) -> None:
         for index in self._ready:
             self._tasks.append(asyncio.create_task(self._keep(index)))
+        self._tasks.append(asyncio.create_task(self._watch()))
 
     async def ready(self) -> None:
         await asyncio.gather(*(event.wait() for event in self._ready.values()))
@@ -106,6 +109,30 @@ class Group:
             )
             await asyncio.sleep(pause)
 
+    async def _watch(self) -> None:
+        """Kills a process that stands still: it would be given connections and never answer."""
+        loop, board = asyncio.get_running_loop(), Board(Path(self._settings.directory))
+        since: dict[int, tuple[int, float]] = {}  # pid -> its last snapshot, and when it was new
+        looked = loop.time()
+        while not self._ending:
+            await asyncio.sleep(LOOK_SECONDS)
+            before, looked = looked, loop.time()
+            if looked - before > 2 * LOOK_SECONDS:
+                since.clear()  # this process was held up itself, perhaps with all others
+            for index, process in self._processes.items():
+                version = board.version(process.pid)
+                known = since.get(process.pid)
+                if version is None or process.returncode is not None:
+                    since.pop(process.pid, None)
+                elif known is None or known[0] != version:
+                    since[process.pid] = version, looked
+                elif looked - known[1] > MOST_SILENCE:
+                    logger.error(
+                        "API process %d has stood still for %.0f s: killing it",
+                        index, looked - known[1],
+                    )  # fmt: skip
+                    process.kill()
+
     async def _spawn(self, index: int) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -145,6 +172,13 @@ class Board:
                 with contextlib.suppress(OSError):
                     found.append(path.read_bytes())
         return found
+
+    def version(self, pid: int) -> int | None:
+        """Changes with each snapshot that a process writes; None before the first."""
+        try:
+            return (self._directory / f"metrics-{pid}").stat().st_mtime_ns
+        except OSError:
+            return None
 
     def take(self, pid: int) -> bytes | None:
         """The last snapshot of a process that has died, which is removed; None if it left none."""

@@ -250,3 +250,16 @@ def test_a_list_longer_than_a_process_may_queue_is_taken_in_parts():
         assert len(answer.json()["data"]) == 9
         for stream in running:
             assert "[DONE]" in stream.end()
+
+
+def test_a_process_that_stands_still_is_replaced():
+    with mock_server.start(engine=SLOW, server=TWO) as server:
+        stuck = server.api_pids()[1]
+        os.kill(stuck, signal.SIGSTOP)
+        wait(lambda: stuck not in server.api_pids(), 30, "it was left as it was")
+        wait(lambda: len(server.api_pids()) == 2, 30)
+        assert "has stood still" in server.log
+        second = one_of_each(server)[1]
+        assert second.process["pid"] not in (server.process.pid, stuck)
+        answer = second.http.post("/v1/completions", json={"prompt": "say:hi", "max_tokens": 9})
+        assert answer.json()["choices"][0]["text"] == "hi"
