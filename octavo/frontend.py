@@ -10,9 +10,10 @@ from typing import Any
 
 from octavo.assembly import Answer
 from octavo.checkpoint.locate import ModelFiles, locate
-from octavo.config import EngineConfig, from_flags
+from octavo.config import EngineConfig
 from octavo.engine.admission import prepare
 from octavo.engine.messages import EngineInfo, EngineStats
+from octavo.flags import from_flags
 from octavo.grammar.compile import grammar_text
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.text.chat import ChatTemplate, load_chat_template

@@ -11,10 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[1] / "octavo"
 
 # Room -> what of octavo it may import, its own room aside. A name ends at a dot.
-EVERYBODY = {"types", "config", "machine"}
+EVERYBODY = {"types", "flags", "config", "machine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
-    "config": {"types"},
+    "flags": {"types"},
+    "config": {"types", "flags"},
     "machine": set(),
     "outputs": {"types"},
     "core": EVERYBODY,
@@ -47,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 WITHOUT_TORCH = {
     *(
         "types",
+        "flags",
         "config",
         "machine",
         "outputs",

@@ -15,11 +15,8 @@ from pathlib import Path
 from octavo import __version__
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.console import size, table
-from octavo.config import (
-    flag,
-    kernel_cache_dir,
-    model_cache_dir,
-)
+from octavo.config import kernel_cache_dir, model_cache_dir
+from octavo.flags import flag
 from octavo.machine import available_cores, available_memory
 
 _PACKAGES = (
