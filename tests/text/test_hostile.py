@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from octavo.text import sandbox
+from octavo.text import bounds
 from octavo.text.chat import ChatTemplate, load_chat_template
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import ConfigError, InvalidRequest
@@ -30,6 +30,14 @@ TOO_MUCH = {
     "powers": "{% set n = namespace(x=99) %}{% for i in range(40) %}{% set n.x = n.x ** 2 %}"
     "{% endfor %}{{ n.x }}",
     "a list": "{{ [0] * 10**10 }}",
+    "parts that are kept": "{% set n = namespace(x=[]) %}{% set t = 'a' * 10**6 %}"
+    "{% for i in range(99999) %}{% set n.x = n.x + [t[1:]] %}{% endfor %}",
+    "lists that are kept": "{% set n = namespace(x=[]) %}{% set t = [1] * 10**5 %}"
+    "{% for i in range(99999) %}{% set n.x = n.x + [t[:]] %}{% endfor %}",
+    "copies that are kept": "{% set n = namespace(x=[]) %}{% set t = {}.fromkeys(range(99999)) %}"
+    "{% for i in range(99999) %}{% set n.x = n.x + [t.copy()] %}{% endfor %}",
+    "a list of itself": "{% set n = namespace(x=['a'] * 1000) %}{% for i in range(60) %}"
+    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
     **{
         text: "{{ " + text + " }}"
         for text in (
@@ -39,6 +47,44 @@ TOO_MUCH = {
             *("'a\n\na'|indent(10**10)", "'a'.ljust(10**10)", "'a'.zfill(width=10**10)"),
             *("range(99999)|join('a' * 99999)", "('a' * 99999).join(range(99999)|list)"),
             *("('a' * 99999).replace('a', 'a' * 99999)", "('a' * 99999)|replace('a', 'a' * 99999)"),
+            *(
+                "'ab'.join(['x' * 10**5] * 10**5)",
+                "['x' * 10**5] * 10**5",
+                "['x' * 10**5]|list * 9**9",
+            ),
+            *("(['x' * 10**5] * 10**5)|join", "(['x' * 10**5] * 10**5)|map('upper')|join('a')"),
+            *(
+                "(['x' * 10**5] * 10**5)|tojson",
+                "(['x' * 10**5] * 10**5) ~ 1",
+                "[[messages] * 10**5] * 10**5",
+            ),
+            *("'a'.join((['x' * 10**5] * 10**5)|map('upper'))", "(['x' * 10**5] * 10**5)|string"),
+            *(
+                "(['x' * 10**5] * 10**5)|map('upper')|list|length",
+                "([[1] * 10**5] * 10**5)|sum(start=[])|length",
+            ),
+            *("('%s' * 10**4) % (('a' * 10**6,) * 10**4)", "('{0}' * 10**4).format('a' * 10**6)"),
+            *(
+                "('\n' * 10**6)|indent(10**6)",
+                "('\t' * 10**6).expandtabs(10**6)",
+                "(1).to_bytes(10**10, 'big')",
+            ),
+            *("('a' * 10**6).translate({97: 'b' * 10**6})", "[1] * 10**5|tojson(indent=10**6)"),
+            *(
+                "(range(99999)|list)|tojson(indent=10**6)",
+                "[1, 2]|tojson(separators=('a' * 10**6, ':'))",
+            ),
+            *(
+                "('a' * 10**6)|wordwrap(1)",
+                "('(' * 10**6)|urlize",
+                "('b a' * 10**7).split()|sort|length",
+            ),
+            *(
+                "('ba' * 10**6)|sort|length",
+                "('a,' * 10**6).split(',')|length",
+                "dict(a=['x' * 10**5] * 10**5)",
+            ),
+            *("namespace(a=['x' * 10**5] * 10**5)", "dict(a=['x' * 10**5] * 10**5).items()"),
             *("1|tojson(indent=10**9)", "[1]|slice(10**9)|list", "[1]|batch(10**9, 0)|list"),
         )
     },
@@ -66,12 +112,12 @@ def write(path, tokenizer=None, **settings):
 
 @pytest.mark.parametrize("source", TOO_MUCH.values(), ids=TOO_MUCH)
 def test_a_template_that_takes_too_much_is_stopped(directory, monkeypatch, source):
-    monkeypatch.setattr(sandbox, "MOST_TURNS", 100_000)
+    monkeypatch.setattr(bounds, "MOST_TURNS", 100_000)
     template = ChatTemplate(source, load_tokenizer(directory))
     start = time.monotonic()
     with pytest.raises(InvalidRequest, match="chat template"):
         template.encode(MESSAGES)
-    assert time.monotonic() - start < sandbox.MOST_SECONDS + 5
+    assert time.monotonic() - start < bounds.MOST_SECONDS + 5
 
 
 @pytest.mark.parametrize(
