@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import save
-from octavo.config import available_cores
+from octavo.machine import available_cores
 from octavo.ops import registry
 from octavo.ops.attention import AttentionGeometry
 from tests.ops.attention_batches import Rope, columns

@@ -28,7 +28,7 @@ from benchmarks.cpu import STARTS, TESTS, Test, prompts_of, run_phases
 from benchmarks.protocol import Refused, Subject, Timing
 from benchmarks.report import save
 from benchmarks.subjects import command
-from octavo.config import available_cores
+from octavo.machine import available_cores
 from tests.fixtures import models
 
 console = Console()

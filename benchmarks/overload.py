@@ -245,7 +245,10 @@ def served(mock: bool) -> Iterator[tuple[str, dict[str, int]]]:
         return
     from tests.fixtures import server as real
 
+    # A cache so small that all of it has been touched before the overload: pages that the kernel
+    # gives on first use are no growth.
     flags = ["--max-num-seqs", str(PLACES), "--max-queue-wait", str(MAX_WAIT)]
+    flags += ["--kv-cache-memory-bytes", "64MiB"]
     quiet_flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
     with real.start("smollm2-135m", *flags, *quiet_flags) as running:
         (engine_pid,) = running.children()

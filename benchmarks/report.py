@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from octavo.config import available_cores
+from octavo.machine import available_cores
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"

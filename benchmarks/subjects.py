@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import clients
 from benchmarks.cpu_workload import Work
 from benchmarks.protocol import Refused, Runner, Timing, serve
-from octavo.config import available_cores
+from octavo.machine import available_cores
 
 STATIC_BATCH = 8  # rows of a static batch
 

@@ -13,14 +13,14 @@ _HOMES = {
     "SamplingParams": "octavo.types",
     "StructuredOutputsParams": "octavo.types",
     "BeamSearchParams": "octavo.types",
-    "BeamSearchOutput": "octavo.types",
-    "BeamSearchSequence": "octavo.types",
-    "RequestOutput": "octavo.types",
-    "CompletionOutput": "octavo.types",
-    "EmbeddingRequestOutput": "octavo.types",
-    "EmbeddingOutput": "octavo.types",
+    "BeamSearchOutput": "octavo.outputs",
+    "BeamSearchSequence": "octavo.outputs",
+    "RequestOutput": "octavo.outputs",
+    "CompletionOutput": "octavo.outputs",
+    "EmbeddingRequestOutput": "octavo.outputs",
+    "EmbeddingOutput": "octavo.outputs",
     "FinishReason": "octavo.types",
-    "Logprob": "octavo.types",
+    "Logprob": "octavo.outputs",
     "OctavoError": "octavo.types",
     "ConfigError": "octavo.types",
     "InvalidRequest": "octavo.types",
@@ -31,21 +31,23 @@ __all__ = [*_HOMES]
 
 if TYPE_CHECKING:
     from octavo.llm import LLM, AsyncLLM
-    from octavo.types import (
+    from octavo.outputs import (
         BeamSearchOutput,
-        BeamSearchParams,
         BeamSearchSequence,
         CompletionOutput,
-        ConfigError,
         EmbeddingOutput,
         EmbeddingRequestOutput,
+        Logprob,
+        RequestOutput,
+    )
+    from octavo.types import (
+        BeamSearchParams,
+        ConfigError,
         EngineDead,
         FinishReason,
         InvalidRequest,
-        Logprob,
         OctavoError,
         QueueFull,
-        RequestOutput,
         SamplingParams,
         StructuredOutputsParams,
     )

@@ -19,20 +19,17 @@ from octavo.engine.messages import (
     TokenLogprobRow,
     num_ids,
 )
-from octavo.text.output import ChoiceText
-from octavo.text.tokenizer import Tokenizer
-from octavo.types import (
+from octavo.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    FinishReason,
-    InvalidRequest,
     Logprob,
-    OctavoError,
     RequestOutput,
-    RequestTimings,
     TokenLogprobs,
 )
+from octavo.text.output import ChoiceText
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import FinishReason, InvalidRequest, OctavoError, RequestTimings
 
 
 class Choice:
@@ -176,20 +173,19 @@ def candidates(
     return found
 
 
-class Ranking:
-    """A request for the most likely tokens after a prompt: a step of a beam search."""
+class PromptRequest:
+    """A request that draws nothing to be read: what counts is what its prompt gives."""
 
     is_read_at_its_end = False
 
     def __init__(self, request: AddRequest) -> None:
         self.request = request
         self.failure: OctavoError | None = None
-        self.row: TokenLogprobRow | None = None
-        self._ended = False
+        self.finished = False
 
     @property
     def open_handles(self) -> list[int]:
-        return [] if self._ended else [self.request.handle]
+        return [] if self.finished else [self.request.handle]
 
     def raise_failure(self) -> None:
         if self.failure is not None:
@@ -200,44 +196,38 @@ class Ranking:
     def push(self, handle: int, token: int) -> bool:
         return False
 
-    def push_logprobs(self, row: TokenLogprobRow) -> None:
-        self.row = row
-
     def finish(self, event: Finished) -> None:
-        self._ended = True
+        self.finished = True
         if event.reason is FinishReason.ERROR:
             self.failure = OctavoError(event.message)
 
     def reject(self, error: InvalidRequest) -> None:
-        self._ended, self.failure = True, error
+        self.finished, self.failure = True, error
 
 
-class Vector:
-    """A request for a prompt's vector, as far as it is known."""
+class Ranking(PromptRequest):
+    """For the most likely tokens after a prompt: a step of a beam search."""
+
+    def __init__(self, request: AddRequest) -> None:
+        super().__init__(request)
+        self.row: TokenLogprobRow | None = None
+
+    def push_logprobs(self, row: TokenLogprobRow) -> None:
+        self.row = row
+
+
+class Vector(PromptRequest):
+    """For a prompt's vector."""
 
     is_read_at_its_end = True
 
     def __init__(self, request: AddRequest, prompt_ids: list[int], normalize: bool) -> None:
         """``prompt_ids``: as they came; the request may have only their end."""
-        self.request = request
-        self.failure: OctavoError | None = None
+        super().__init__(request)
         self._prompt_ids = prompt_ids[-num_ids(request.prompt_ids) :]
         self._normalize = normalize
         self._values: NDArray[np.float64] | None = None
         self._num_cached_tokens = 0
-        self._ended = False
-
-    @property
-    def finished(self) -> bool:
-        return self._ended
-
-    @property
-    def open_handles(self) -> list[int]:
-        return [] if self._ended else [self.request.handle]
-
-    def raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
 
     def start(self, event: Started) -> None:
         self._num_cached_tokens = event.num_cached_tokens
@@ -246,14 +236,10 @@ class Vector:
         self._values = pooled.vector(self._normalize)
 
     def finish(self, event: Finished) -> None:
-        self._ended = True
-        if event.reason is FinishReason.ERROR:
-            self.failure = OctavoError(event.message)
-        elif self._values is None and event.reason is not FinishReason.ABORT:
+        super().finish(event)
+        ended = event.reason not in (FinishReason.ERROR, FinishReason.ABORT)
+        if self._values is None and ended:
             self.failure = OctavoError("the prompt ended without a vector")
-
-    def reject(self, error: InvalidRequest) -> None:
-        self._ended, self.failure = True, error
 
     def output(self) -> EmbeddingRequestOutput:
         """Once it is finished and has not failed."""

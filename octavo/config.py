@@ -7,31 +7,15 @@ lives in ``EngineInfo`` (engine.messages).
 
 from __future__ import annotations
 
-import difflib
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from octavo.flags import flag
 from octavo.types import ConfigError
 
 GIB = 1 << 30
-C = TypeVar("C")
-
-
-def flag(default: Any, help: str, *names: str, group: str, **extra: Any) -> Any:
-    """A dataclass field that is also a command-line flag.
-
-    ``names`` are further spellings (``-tp``). ``extra`` may hold ``choices``, ``kind`` ("bool",
-    "int" with 32k / 32K spelling, "bytes", "float", "list", "json", "str"; derived from the type
-    when absent), ``metavar``, ``top`` (shown by plain ``--help``), ``minimum`` and ``maximum``
-    (inclusive; checked by ``from_flags``), ``later`` (values that a later version brings) and
-    ``check`` (a function that raises ConfigError for a value it does not like).
-    """
-    metadata = {"help": help, "names": names, "group": group, **extra}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 QUANTIZATIONS_OF_LATER_VERSIONS = (
@@ -429,42 +413,6 @@ def kernel_cache_dir() -> Path | None:
     return wanted if os.access(existing, os.W_OK) else None
 
 
-def available_cores() -> int:
-    """Cores this process may use: its affinity mask, limited by the cgroup's quota (v2 or v1)."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota()
-    return max(1, min(cores, int(quota + 0.5) or 1)) if quota else cores
-
-
-def _cgroup_quota() -> float | None:
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        base = Path("/sys/fs/cgroup/cpu")
-        limit_us = int((base / "cpu.cfs_quota_us").read_text())
-        period_us = int((base / "cpu.cfs_period_us").read_text())
-        return limit_us / period_us if limit_us > 0 else None
-    except (OSError, ValueError):
-        return None
-
-
-def available_memory() -> int:
-    """Bytes that can still be taken: MemAvailable, limited by the cgroup's memory limit."""
-    info = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(info["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            free = min(free, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass
-    return free
-
-
 def child_environment(threads: int) -> dict[str, str]:
     """Environment of an engine process: one place decides thread pools. API keys stay here."""
     return {
@@ -497,115 +445,6 @@ def prepare_tokenizers() -> None:
     """The tokenizers library runs in the threads that call it: texts come one by one, and its own
     pool would only be one more hop."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def from_flags(config: type[C], values: dict[str, Any]) -> C:
-    """Builds ``config`` from flat ``{field name: value}``; nested configurations take their own.
-
-    Raises ConfigError for a name that is no field of it, and for a value out of its range.
-    """
-    known = {name for name, _ in flag_fields(config)}
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"no setting is called {name}{hint}")
-    return _from_flags(config, values)
-
-
-def _from_flags(config: type[C], values: dict[str, Any]) -> C:
-    own: dict[str, Any] = {}
-    for f in fields(config):  # type: ignore[arg-type]
-        if not f.metadata:
-            own[f.name] = _from_flags(_nested(f), values)
-        elif f.name in values:
-            _check_value(f, values[f.name])
-            own[f.name] = values[f.name]
-    return config(**own)
-
-
-def flag_fields(config: type) -> list[tuple[str, Any]]:
-    """(name, field) of every flag of ``config`` and of the configurations nested in it."""
-    found: list[tuple[str, Any]] = []
-    for f in fields(config):
-        found += [(f.name, f)] if f.metadata else flag_fields(_nested(f))
-    return found
-
-
-def _nested(f: Any) -> type:
-    """The configuration that a field without flag metadata holds."""
-    nested: type = f.default_factory
-    return nested
-
-
-def _check_value(f: Any, value: Any) -> None:
-    """Raises ConfigError when ``value`` is not one that the field can take."""
-    spelling = "--" + f.name.replace("_", "-")
-    if value in f.metadata.get("later", ()):
-        shown = spelling if value is True else f"{spelling} {value}"
-        raise ConfigError(f"{shown}: not in this version")
-    choices = f.metadata.get("choices")
-    if choices and value is not None and value not in choices:
-        raise ConfigError(f"{spelling} {value}: choose from {', '.join(map(str, choices))}")
-    if "check" in f.metadata:
-        f.metadata["check"](value)
-    if value is None or isinstance(value, (str, list, dict)):
-        return
-    low, high = f.metadata.get("minimum"), f.metadata.get("maximum")
-    if low is not None and not value >= low:
-        raise ConfigError(f"{spelling} {value}: must be at least {low}")
-    if high is not None and not value <= high:
-        raise ConfigError(f"{spelling} {value}: must be at most {high}")
-
-
-# Flags of vLLM that a later version brings: parsed, then "not in this version" (exit 2).
-FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
-    "--quantization-fp8-dynamic": "quantization",
-    "--nnodes": "several nodes",
-    "-n": "several nodes",
-    "--node-rank": "several nodes",
-    "-r": "several nodes",
-    "--master-addr": "several nodes",
-    "--master-port": "several nodes",
-    "--headless": "several nodes",
-    "--data-parallel-backend": "several nodes",
-    "-dpb": "several nodes",
-    "--speculative-config": "speculative decoding",
-    "-sc": "speculative decoding",
-    "--spec-method": "speculative decoding",
-    "--spec-model": "speculative decoding",
-    "--spec-tokens": "speculative decoding",
-    "--speculative-model": "speculative decoding",
-    "--num-speculative-tokens": "speculative decoding",
-    "--otlp-traces-endpoint": "tracing",
-}
-
-# Flags vLLM removed, still in people's scripts: accepted, and answered with what replaced them.
-RETIRED_FLAGS: dict[str, str] = {
-    "--swap-space": "preempted requests are recomputed, never swapped; nothing to set",
-    "--worker-use-ray": "use --distributed-executor-backend ray",
-    "--use-v2-block-manager": "there is one block pool; nothing to set",
-    "--num-lookahead-slots": "lookahead follows from speculative decoding; nothing to set",
-    "--guided-decoding-backend": "llguidance is the only backend; use --structured-outputs-config",
-    "--disable-frontend-multiprocessing": "use octavo.LLM for an engine in the same process",
-    "--disable-log-requests": "requests are not logged unless --enable-log-requests is given",
-    "--device": "a GPU is used where CUDA shows one; CUDA_VISIBLE_DEVICES= runs on the CPU",
-    "--num-scheduler-steps": "steps overlap by default (--async-scheduling)",
-    "--preemption-mode": "preemption is always by recompute",
-    "--task": "the server offers what the model can do; nothing to set",
-    "--max-seq-len-to-capture": "CUDA graphs cover every length; --enforce-eager turns them off",
-    "--enable-reasoning": "use --reasoning-parser",
-    "--rope-scaling": "use --hf-overrides '{\"rope_scaling\": {…}}'",
-    "--rope-theta": "use --hf-overrides '{\"rope_theta\": …}'",
-}
-# Of the retired flags, those that took no value.
-RETIRED_SWITCHES = {
-    "--worker-use-ray",
-    "--use-v2-block-manager",
-    "--disable-frontend-multiprocessing",
-    "--disable-log-requests",
-    "--enable-reasoning",
-}
 
 
 def reject_unsupported(config: EngineConfig) -> None:

@@ -7,151 +7,34 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from octavo.assembly import Answer, Assembler, Pending, Ranking, Vector, candidates
-from octavo.checkpoint.locate import ModelFiles, locate
-from octavo.config import EngineConfig, from_flags
-from octavo.engine.admission import prepare, prepare_embedding
+from octavo.engine.admission import prepare_embedding
 from octavo.engine.beams import Beam, BeamSearch, no_stop
-from octavo.engine.messages import EngineInfo, EngineStats, Outputs, unpack_ids
-from octavo.grammar.compile import grammar_text
-from octavo.grammar.vocabulary import Vocabulary
-from octavo.progress import AnswerProgress, InterruptBetweenSteps
-from octavo.text.chat import ChatTemplate, check_template_variables, load_chat_template
-from octavo.text.output import ChoiceText, stop_string_in
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
-from octavo.types import (
+from octavo.engine.messages import Outputs, unpack_ids
+from octavo.frontend import Frontend, Message, Prompt, listed
+from octavo.outputs import (
     BeamSearchOutput,
-    BeamSearchParams,
     BeamSearchSequence,
     EmbeddingRequestOutput,
-    EngineDead,
-    InvalidRequest,
     RequestOutput,
-    SamplingParams,
-    StepProfile,
-    StructuredOutputsParams,
 )
+from octavo.progress import AnswerProgress, InterruptBetweenSteps
+from octavo.text.chat import check_template_variables
+from octavo.text.output import ChoiceText, stop_string_in
+from octavo.types import BeamSearchParams, EngineDead, InvalidRequest, SamplingParams, StepProfile
 
 logger = logging.getLogger(__name__)
 
 # Steps whose tokens are given to their answers in one go.
 STEPS_TOGETHER = 32
 
-# Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM.
-Prompt = str | list[int] | dict[str, Any]
-Message = dict[str, Any]
 
-
-class _Frontend:
-    """What LLM and AsyncLLM share: loading, and from prompts to requests."""
-
-    def __init__(self, model: str, **settings: Any) -> None:
-        # The engine imports torch, which takes seconds: only when an engine is wanted.
-        from octavo.engine.start import start_engine
-
-        config = from_flags(EngineConfig, {"model": model, **settings})
-        weights = config.model.load_format != "dummy"
-        self.files: ModelFiles = locate(model, config.model.revision, weights=weights)
-        self.config = replace(config, model=replace(config.model, model=str(self.files.path)))
-        self.tokenizer: Tokenizer | None = None
-        self.chat_template: ChatTemplate | None = None
-        if not config.model.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(self.files.path, config.model.tokenizer)
-            self.chat_template = load_chat_template(self.tokenizer)
-        self.engine, self.executor = start_engine(self.config, _log_progress)
-        while self.executor.idle():  # offline there is no idle moment before the work
-            pass
-        self._next_handle = 0
-        self._checked_grammar = ""  # the last one: prompts of one call mostly share it
-
-    @property
-    def info(self) -> EngineInfo:
-        """What was found while loading: lengths, blocks, dtype, seconds per phase."""
-        return self.engine.info
-
-    @property
-    def stats(self) -> EngineStats:
-        """Live state and running totals of the engine."""
-        return self.engine.stats()
-
-    def get_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequest("this engine has no tokenizer (skip_tokenizer_init)")
-        return self.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's generation_config values over octavo's defaults."""
-        return SamplingParams(**self.info.default_sampling)
-
-    def encode_chat(self, messages: list[Message], **options: Any) -> list[int]:
-        """Token ids of a conversation through the model's chat template."""
-        if self.chat_template is None:
-            raise InvalidRequest("the model has no chat template: use generate, or send token ids")
-        return self.chat_template.encode(messages, **options)
-
-    def _answer(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Answer:
-        text, ids = self._tokenized(prompt)
-        handle = self._next_handle
-        request = prepare(
-            self.info,
-            params,
-            ids,
-            handle=handle,
-            request_id=request_id or str(handle),
-            arrival=time.monotonic(),
-            max_logprobs=self.config.model.max_logprobs,
-            bad_words=self._bad_words(params),
-            grammar=self._grammar(params.structured_outputs),
-        )
-        self._next_handle += params.n
-        return Answer(request, text, ids, self.tokenizer, self.info.eos_ids)
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        return self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
-
-    def _grammar(self, structured: StructuredOutputsParams | None) -> str:
-        """The checked text of what the output must match; "" for anything."""
-        if structured is None:
-            return ""
-        grammars = self.engine.grammars
-        if not grammars.has_vocabulary:
-            tokenizer, size = self.get_tokenizer(), self.info.vocab_size
-            special = sorted(index for index in tokenizer.special_ids if index < size)
-            grammars.set_vocabulary(
-                Vocabulary(tokenizer.byte_table(size), special, self.info.eos_ids)
-            )
-        settings = self.config.structured_outputs_config
-        text = grammar_text(
-            structured,
-            self.get_tokenizer().special_texts,
-            bool(settings.get("disable_any_whitespace", False)),
-        )
-        if text != self._checked_grammar:
-            grammars.check(text)
-            self._checked_grammar = text
-        return text
-
-    def _tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _ids(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
-                raise InvalidRequest(
-                    f"a prompt has keys {sorted(prompt)}; it needs prompt or prompt_token_ids"
-                )
-            return self._tokenized(prompt["prompt"])
-        if isinstance(prompt, str):
-            return prompt, self.get_tokenizer().encode(prompt)
-        return None, _ids(prompt)
-
-
-class LLM(_Frontend):
+class LLM(Frontend):
     """Offline inference.
 
         llm = LLM("smollm2-135m")
@@ -178,7 +61,7 @@ class LLM(_Frontend):
 
         Raises InvalidRequest before anything runs if one of them can never run.
         """
-        entries = _listed(prompts)
+        entries = listed(prompts)
         answers = [
             self._answer(prompt, params, None)
             for prompt, params in zip(entries, self._params_for(entries, sampling_params))
@@ -205,7 +88,7 @@ class LLM(_Frontend):
         Raises InvalidRequest before anything runs if one of them can never run.
         """
         vectors = []
-        for prompt in _listed(prompts):
+        for prompt in listed(prompts):
             _, ids = self._tokenized(prompt)
             request = prepare_embedding(
                 self.info,
@@ -233,7 +116,7 @@ class LLM(_Frontend):
 
         Raises InvalidRequest before anything runs if one of them can never run.
         """
-        searches = [self._search(prompt, params) for prompt in _listed(prompts)]
+        searches = [self._search(prompt, params) for prompt in listed(prompts)]
         limit = concurrency_limit or max(1, len(searches))
         with AnswerProgress(len(searches), use_tqdm) as progress:
             for begin in range(0, len(searches), limit):
@@ -387,7 +270,7 @@ class LLM(_Frontend):
         self._usable = True
 
 
-class AsyncLLM(_Frontend):
+class AsyncLLM(Frontend):
     """The same engine for asyncio programs; it runs on a thread of its own.
 
         async for output in llm.generate("Hello", SamplingParams(max_tokens=32)):
@@ -461,6 +344,7 @@ class AsyncLLM(_Frontend):
         for handle in list(self._waiters):
             self._tell(handle, end)
         self.executor.shutdown()
+        self.engine.grammars.close()
 
     def _read_inbox(self) -> bool:
         """Carries out what was asked for; waits only when idle. False: close."""
@@ -482,30 +366,3 @@ class AsyncLLM(_Frontend):
             self._waiters.pop(handle, None)
             return False
         return True
-
-
-_PROMPTS = "a text, a list of token ids, or a dict with prompt or prompt_token_ids"
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a list of ints is one prompt."""
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise InvalidRequest(f"a prompt is {prompts!r}; it must be {_PROMPTS}")
-    entries: list[Any] = list(prompts)
-    return [entries] if entries and isinstance(entries[0], int) else entries
-
-
-def _ids(prompt: Any) -> list[int]:
-    """A copy: the caller may change its own."""
-    if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()
-    if not isinstance(prompt, Iterable):
-        raise InvalidRequest(f"a prompt is {prompt!r}; it must be {_PROMPTS}")
-    return list(prompt)
-
-
-def _log_progress(phase: str, share: float, num_bytes: int = 0) -> None:
-    if share <= 0:
-        logger.info("starting: %s", phase)

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from octavo.engine.messages import Outputs
+from octavo.engine.messages import Outputs, num_ids
 
 
 class InterruptBetweenSteps:
@@ -69,7 +69,7 @@ class AnswerProgress:
             self._bar.update(self._task, advance=num_finished)
 
     def update(self, outputs: Outputs) -> None:
-        self._tokens += len(outputs.tokens) // 4
+        self._tokens += num_ids(outputs.tokens)
         if self._bar is not None:
             speed = ""
             if self._tokens:

@@ -11,10 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[1] / "octavo"
 
 # Room -> what of octavo it may import, its own room aside. A name ends at a dot.
-EVERYBODY = {"types", "config"}
+EVERYBODY = {"types", "flags", "config", "machine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
-    "config": {"types"},
+    "flags": {"types"},
+    "config": {"types", "flags"},
+    "machine": set(),
+    "outputs": {"types"},
     "core": EVERYBODY,
     "checkpoint": EVERYBODY,
     "text": EVERYBODY | {"checkpoint"},
@@ -25,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.process": EVERYBODY | {"engine", "collector", "parent"},
     "engine.start": EVERYBODY
     | {"core", "checkpoint", "engine", "grammar", "model.facts", "worker"},
-    "assembly": EVERYBODY | {"engine.messages", "text"},
+    "assembly": EVERYBODY | {"engine.messages", "outputs", "text"},
     "ops": set(),
     "quant": EVERYBODY | {"ops"},
     "parallel": EVERYBODY,
@@ -35,16 +38,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},
-    "llm": EVERYBODY | {"engine", "assembly", "progress", "text", "checkpoint", "grammar"},
+    "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
+    "llm": EVERYBODY | {"engine", "assembly", "frontend", "outputs", "progress", "text"},
     "cli": {""},
     "__main__": {"cli"},
-    "__init__": {"types", "llm"},
+    "__init__": {"types", "outputs", "llm"},
 }
 # Rooms whose sources never name torch, at the top or in a function.
 WITHOUT_TORCH = {
     *(
         "types",
+        "flags",
         "config",
+        "machine",
+        "outputs",
         "core",
         "checkpoint",
         "collector",
@@ -53,6 +60,7 @@ WITHOUT_TORCH = {
         "grammar",
         "assembly",
         "progress",
+        "frontend",
         "server",
         "llm",
         "cli",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, AsyncLLM, SamplingParams
-from octavo.types import EngineDead, InvalidRequest, RequestOutput
+from octavo import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from octavo.outputs import RequestOutput
+from octavo.types import EngineDead, InvalidRequest
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "cpu_threads": 1}
 PROMPT = [5, 6, 7]
@@ -80,6 +82,14 @@ def test_ctrl_c_inside_a_step_leaves_the_engine_as_good_as_new(
     finally:
         signal.signal(signal.SIGINT, before)
     assert llm.stats.blocks_used == 0 and answer(llm) == expected
+
+
+def test_steps_smaller_than_the_warm_up_give_the_same_answer(llm: LLM, model_r: Path) -> None:
+    tiny = LLM(str(model_r), max_num_batched_tokens=2, max_num_seqs=2, **SETTINGS)
+    try:
+        assert answer(tiny) == answer(llm)
+    finally:
+        tiny.close()
 
 
 def test_an_answer_that_a_stop_string_ended_has_all_its_times(llm: LLM) -> None:
@@ -157,3 +167,14 @@ def test_closing_ends_open_requests_and_refuses_later_ones(model_r: Path) -> Non
             await last(llm.generate(PROMPT, SHORT))
 
     asyncio.run(main())
+
+
+def test_closing_ends_the_thread_that_compiles_grammars(model_r: Path) -> None:
+    before = threading.active_count()
+    llm = AsyncLLM(str(model_r), **SETTINGS)
+    constrained = SamplingParams(
+        max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]+")
+    )
+    asyncio.run(last(llm.generate(PROMPT, constrained)))
+    llm.close()
+    assert threading.active_count() == before

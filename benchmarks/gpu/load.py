@@ -11,7 +11,8 @@ from typing import Any
 from octavo import LLM, SamplingParams
 from octavo.engine.admission import prepare
 from octavo.engine.messages import Outputs
-from octavo.types import FinishReason, InvalidRequest, RequestOutput
+from octavo.outputs import RequestOutput
+from octavo.types import FinishReason, InvalidRequest
 
 NEAR_TIE = 0.5  # of log-probabilities: what 16 bits may turn round
 ABORT_SHARE = 0.25

@@ -1,6 +1,6 @@
 """The command line as a reading of configuration fields.
 
-A command names the dataclasses whose fields are its flags (``octavo.config.flag``); names, kinds,
+A command names the dataclasses whose fields are its flags (``octavo.flags.flag``); names, kinds,
 help and defaults all come from them. ``_`` equals ``-`` in names, every boolean is ``--x/--no-x``,
 JSON flags also take dotted keys (``--hf-overrides.rope_theta 1e6``), ``--config FILE.yaml`` gives
 values that the command line overrides. One pass over the tokens, no other parser underneath.
@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli import values
-from octavo.config import (
-    FLAGS_OF_LATER_VERSIONS,
-    RETIRED_FLAGS,
-    RETIRED_SWITCHES,
-    C,
-    flag_fields,
-    from_flags,
-)
+from octavo.cli.foreign_flags import FLAGS_OF_LATER_VERSIONS, RETIRED_FLAGS, RETIRED_SWITCHES
+from octavo.flags import C, flag_fields, from_flags
 from octavo.types import ConfigError
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from octavo.cli.arguments import Arguments, to_tokens
 from octavo.cli.connection import DEFAULT_URL, Connection
 from octavo.cli.local_server import local_server
-from octavo.config import EngineConfig, environment_api_keys, flag
+from octavo.config import EngineConfig, environment_api_keys
+from octavo.flags import flag
 from octavo.types import ConfigError
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.asking import AskOptions, asked_server, lines_from_user, sampling_fields
 from octavo.cli.connection import Connection
-from octavo.config import EngineConfig, flag
+from octavo.config import EngineConfig
+from octavo.flags import flag
 from octavo.types import OctavoError
 
 

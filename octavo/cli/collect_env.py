@@ -15,13 +15,9 @@ from pathlib import Path
 from octavo import __version__
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.console import size, table
-from octavo.config import (
-    available_cores,
-    available_memory,
-    flag,
-    kernel_cache_dir,
-    model_cache_dir,
-)
+from octavo.config import kernel_cache_dir, model_cache_dir
+from octavo.flags import flag
+from octavo.machine import available_cores, available_memory
 
 _PACKAGES = (
     *("torch", "triton", "numpy", "tokenizers", "safetensors", "gguf", "huggingface-hub"),

@@ -7,7 +7,8 @@ import textwrap
 from typing import Any
 
 from octavo.cli.arguments import Command, fields_by_spelling, kind_of, spelling_of
-from octavo.config import FLAGS_OF_LATER_VERSIONS, RETIRED_FLAGS, flag_fields
+from octavo.cli.foreign_flags import FLAGS_OF_LATER_VERSIONS, RETIRED_FLAGS
+from octavo.flags import flag_fields
 
 _METAVARS = {
     "int": "N",

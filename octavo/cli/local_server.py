@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from octavo.cli.connection import Connection
 from octavo.cli.console import PhaseLine
 from octavo.config import environment_without_keys
+from octavo.parent import when_parent_ends
 from octavo.types import ConfigError, OctavoError
 
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.02
-_PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def local_server(tokens: list[str], label: str | None = None) -> Iterator[Connec
                 stderr=log,
                 env=environment_without_keys(),  # the socket's directory is ours alone
                 start_new_session=True,  # Ctrl-C is for the command, which then ends the server
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(when_parent_ends, signal.SIGTERM),
             )
         try:
             connection = Connection(f"unix:{socket_path}")
@@ -55,10 +55,6 @@ def local_server(tokens: list[str], label: str | None = None) -> Iterator[Connec
             yield connection
         finally:
             _stop(process)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], connection: Connection) -> bool:

@@ -10,7 +10,7 @@ from octavo.checkpoint.catalogue import CATALOGUE
 from octavo.checkpoint.split import first_part
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.console import size, table
-from octavo.config import flag
+from octavo.flags import flag
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from octavo.checkpoint.catalogue import CATALOGUE, pull
 from octavo.checkpoint.locate import locate
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.console import PhaseLine, size
-from octavo.config import flag
+from octavo.flags import flag
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from octavo.cli.batch_files import (
 from octavo.cli.connection import Connection
 from octavo.cli.console import CountLine
 from octavo.cli.local_server import local_server
-from octavo.config import EngineConfig, ServerConfig, flag, flag_fields
+from octavo.config import EngineConfig, ServerConfig
+from octavo.flags import flag, flag_fields
 from octavo.types import ConfigError, OctavoError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")

@@ -37,7 +37,11 @@ def run(arguments: Arguments) -> int:
             "--api-key: a key is empty or has spaces around it, so no client could send it (is a "
             "variable unset?); drop the flag to serve without keys"
         )
-    if server_config.api_key and any(key in sys.argv for key in server_config.api_key):
+    if any(
+        word == key or word.endswith(f"={key}")
+        for word in sys.argv
+        for key in server_config.api_key
+    ):
         print(
             "octavo: --api-key shows the key to everyone who lists this machine's processes; "
             "OCTAVO_API_KEY and --api-key-file do not",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from octavo.checkpoint.locate import locate
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.console import PhaseLine, table
-from octavo.config import flag
+from octavo.flags import flag
 from octavo.text.chat import load_chat_template
 from octavo.text.template_check import Finding, check_template
 from octavo.text.tokenizer import load_tokenizer

@@ -25,7 +25,7 @@ QUANTUM = 512  # tokens
 
 
 class _Tenant:
-    """One that waits, or has not paid yet."""
+    """One that waits, or is in debt."""
 
     __slots__ = ("balance", "name", "queue", "weight")
 
@@ -170,8 +170,8 @@ class FairQueue:
     # ---- turns ----
 
     def _next(self, passed: dict[bytes, int]) -> _Tenant | None:
-        """Who has a request that was not passed over, and credit; turns the ring until then. None
-        if there is no such request."""
+        """Turns the ring to a tenant with credit and a request that was not passed over. None if
+        there is no such request."""
         ring = self._ring
         while any(len(tenant.queue) > passed.get(tenant.name, 0) for tenant in ring):
             for _ in range(len(ring)):
@@ -190,7 +190,7 @@ class FairQueue:
             tenant.balance = min(tenant.balance + share, share)
 
     def _end_turn(self, tenant: _Tenant) -> None:
-        """One that waits for nothing and has paid leaves the ring."""
+        """One that waits for nothing and owes nothing leaves the ring."""
         if not tenant.queue and tenant.balance >= 0:
             self._drop(tenant)
         else:
@@ -198,7 +198,7 @@ class FairQueue:
             self._turn_has_begun = False
 
     def _pay_rounds(self, passed: dict[bytes, int]) -> None:
-        """All rounds at once in which nobody could have been served."""
+        """Credits at once all the rounds in which no tenant could have been served."""
         rounds = min(
             math.floor(-tenant.balance / (self._quantum * tenant.weight))
             for tenant in self._ring

@@ -58,7 +58,7 @@ class Queue(Protocol):
         ``admitted``, or passes it over, or stops."""
 
     def admitted(self, request: Request, num_tokens: int) -> None:
-        """A removed request got a slot, and so many of its tokens are to be computed."""
+        """A removed request got a slot; ``num_tokens`` of its tokens are to be computed."""
 
     def left(self, request: Request) -> None:
         """It lost its slot: ended, or preempted. ``request.tokens`` are all it has."""

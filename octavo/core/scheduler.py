@@ -483,11 +483,15 @@ class Scheduler:
         for row, message in result.grammar_ends.items():
             if live[row] and not result.num_accepted[row]:
                 request = self._vacate(int(plan.slots[row]))
-                request.message, request.own_fault = message, bool(message)
-                request.timings.last_token = self._clock()
-                self._finish(request, FinishReason.ERROR if message else FinishReason.STOP)
+                self._finish_by_grammar(request, message)
                 finished.append(request)
         return finished
+
+    def _finish_by_grammar(self, request: Request, message: str) -> None:
+        """``message``: why its grammar cannot go on; "" where its output is complete."""
+        request.message, request.own_fault = message, bool(message)
+        request.timings.last_token = self._clock()
+        self._finish(request, FinishReason.ERROR if message else FinishReason.STOP)
 
     def _finish_silent(self, plan: StepPlan, live: Bools) -> list[Request]:
         """Requests that draw nothing end with the plan that computes their last token."""
@@ -515,10 +519,7 @@ class Scheduler:
             if not result.num_accepted[row]:
                 if grammar_end is not None:
                     self.waiting.remove(request)
-                    request.message, request.own_fault = grammar_end, bool(grammar_end)
-                    request.timings.last_token = self._clock()
-                    reason = FinishReason.ERROR if grammar_end else FinishReason.STOP
-                    self._finish(request, reason)
+                    self._finish_by_grammar(request, grammar_end)
                     finished.append(request)
                 continue
             token = int(result.tokens[row, 0])

@@ -64,7 +64,7 @@ class BeamSearch:
         self.request = request
         self.params = params
         self.live = [Beam()]
-        self.complete: list[Beam] = []
+        self.complete: list[Beam] = []  # the best ``beam_width`` so far, the best one first
         self._prompt = unpack_ids(request.prompt_ids)
         self._stop_in = stop_in
         eos: Collection[int] = () if params.ignore_eos else info.eos_ids
@@ -116,6 +116,7 @@ class BeamSearch:
             if len(live) == width:
                 break
         self.live = [beam for beam in live if not self._stopped(beam)]
+        self.complete = self.best()  # no other can be an answer any more
         if self._cannot_improve():
             self.live = []
         elif self.live and len(self.live[0].tokens) >= self.request.max_tokens:
@@ -158,7 +159,7 @@ class BeamSearch:
         self.complete.append(beam)
 
     def _cannot_improve(self) -> bool:
-        best = self.best()
+        best = self.complete
         if len(best) < self.params.beam_width:
             return False
         if self.params.early_stopping or not self.live:

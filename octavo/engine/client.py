@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -20,14 +19,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import zmq
 
-from octavo.config import EngineConfig, available_cores, child_environment
-from octavo.engine.admission import QueueGate
-from octavo.engine.forecast import PlaceForecast, PlaceWaits
+from octavo.config import EngineConfig
+from octavo.engine.accounts import Accounts
+from octavo.engine.child import EngineChild
+from octavo.engine.health import Health
 from octavo.engine.messages import (
     CLIENT_SHIFT,
+    REJECTED,
     Abort,
     AddRequest,
     Bye,
@@ -47,6 +47,7 @@ from octavo.engine.messages import (
     ToEngine,
     encoder,
     from_engine_decoder,
+    num_ids,
 )
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
@@ -55,10 +56,7 @@ from octavo.types import ConfigError, EngineDead, FinishReason
 logger = logging.getLogger("octavo")
 
 ENGINE_COMMAND = (sys.executable, "-m", "octavo.engine.process")
-HEARTBEAT_LIMIT = 1.5  # seconds; the engine beats every 0.5 s
 CHECK_INTERVAL = 0.25
-FORECAST_SECONDS = 0.02  # that a forecast of places is used
-REJECTED = "rejected"  # beside the finish reasons, in ``ProcessClient.ended``
 
 
 @dataclass(frozen=True)
@@ -69,24 +67,6 @@ class Seat:
     index: int = 0
     count: int = 1
     directory: Path | None = None
-
-
-class _Entry:
-    """A submitted request that has not ended. Shared by its n handles."""
-
-    __slots__ = (
-        *("handle", "max_tokens", "n", "num_open", "num_prompt_tokens", "num_tokens", "queued"),
-        "stream",
-    )
-
-    def __init__(self, request: AddRequest, stream: RequestStream) -> None:
-        self.handle = request.handle
-        self.n = self.num_open = request.params.n
-        self.num_prompt_tokens = len(request.prompt_ids) // 4
-        self.num_tokens = 0  # output of all its choices
-        self.max_tokens = request.max_tokens
-        self.queued = True  # counted by the gate: none of its choices has started
-        self.stream = stream
 
 
 class ProcessClient:
@@ -107,29 +87,17 @@ class ProcessClient:
     ) -> None:
         self.config = config
         self.stats = EngineStats(time=0.0)
-        # Sequences ever admitted, and ever ended by reason. Always: num_admitted == num_running +
-        # num_waiting + the sum of ``ended``.
-        self.num_admitted = 0
-        self.ended = dict.fromkeys([reason.value for reason in FinishReason] + [REJECTED], 0)
         self.draining = False
         self.on_step: Callable[[EngineStats], None] | None = None
         self._command = list(command)
         self._on_progress = on_progress
         self._info: EngineInfo | None = None
-        self._gate: QueueGate | None = None
-        self._forecast = PlaceForecast()
-        self._waits: PlaceWaits | None = None  # as of ``_waits_time``
-        self._waits_time = 0.0
-        self._entries: dict[int, _Entry] = {}  # by every open handle
-        self._waiting: set[int] = set()  # of those, the ones not scheduled yet
+        self._accounts = Accounts(config.scheduler, seat.count)
+        self._health = Health(config.scheduler.step_deadline)
         self.seat = seat
         self._next_handle = (seat.index << CLIENT_SHIFT) + 1
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: EngineChild | None = None
         self._calls: dict[int, asyncio.Future[bool]] = {}
-        self._last_beat = 0.0
-        self._step_age = 0.0
-        self._stalled = ""
-        self._death = ""
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -163,22 +131,12 @@ class ProcessClient:
             self._tasks.append(self._loop.create_task(self._say_hello()))
 
     async def _start_engine(self) -> None:
-        threads = self.config.parallel.cpu_threads or available_cores()
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            ",".join(self._address("inbox", i) for i in range(self.seat.count)),
-            ",".join(self._address("outbox", i) for i in range(self.seat.count)),
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            env=child_environment(threads),
-            start_new_session=True,  # Ctrl-C is for the server: it drains, then ends the engine
+        inboxes, outboxes = (
+            ",".join(self._address(name, index) for index in range(self.seat.count))
+            for name in ("inbox", "outbox")
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.msgpack.encode(self.config))
-        with contextlib.suppress(ConnectionError):  # it died at once: _watch_process reports that
-            await self._process.stdin.drain()
-        self._process.stdin.close()
-        self._tasks.append(self._loop.create_task(self._watch_process(self._process)))
+        self._child = await EngineChild.start(self._command, inboxes, outboxes, self.config)
+        self._tasks.append(self._loop.create_task(self._watch_child(self._child)))
 
     async def _say_hello(self) -> None:
         """Until the engine has connected."""
@@ -202,40 +160,25 @@ class ProcessClient:
     @property
     def pid(self) -> int:
         """Of the engine, where this client has started it."""
-        assert self._process is not None
-        return self._process.pid
+        assert self._child is not None
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
-        return not self._death
-
-    @property
-    def num_running(self) -> int:
-        return len(self._entries) - len(self._waiting)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+        return not self._health.death
 
     def problem(self) -> str | None:
         """Why the engine cannot serve now, or None when it makes progress."""
-        if self._death or self._stalled:
-            return self._death or self._stalled
+        if self._health.death or self._health.stalled:
+            return self._health.death or self._health.stalled
         return None if self._info is not None else "the model is still loading"
 
     async def close(self, grace: float = 2.0) -> None:
         """Ends the process (killing it after ``grace`` seconds) and removes the sockets."""
         self._closing = True
         self._fail_all(EngineDead("the server is shutting down"))
-        process = self._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(process.wait(), grace)
-            except TimeoutError:
-                self._kill()
-                await process.wait()
+        if self._child is not None:
+            await self._child.end(grace)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -245,6 +188,41 @@ class ProcessClient:
         self._context.term()
         if self.seat.index == 0:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+    # ---- counts ----
+
+    @property
+    def num_running(self) -> int:
+        return self._accounts.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._accounts.num_waiting
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._accounts.num_waiting_tokens
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._accounts.entries)
+
+    @property
+    def num_admitted(self) -> int:
+        """Sequences ever taken."""
+        return self._accounts.num_admitted
+
+    @property
+    def ended(self) -> dict[str, int]:
+        """Sequences ever ended: by finish reason, or REJECTED."""
+        return self._accounts.ended
+
+    @property
+    def most_queued(self) -> int:
+        """How many requests may wait in this client. Raises EngineDead as ``submit`` does."""
+        self._require_ready()
+        return self._accounts.gate.max_requests
 
     # ---- requests ----
 
@@ -261,75 +239,44 @@ class ProcessClient:
 
         Raises EngineDead when the engine cannot take them, QueueFull when too much waits.
         """
-        gate = self._require_gate()
-        now = time.monotonic()
+        self._require_ready()
         if not continuing:
-            num_tokens = sum(len(r.prompt_ids) // 4 for r in requests)
+            num_tokens = sum(num_ids(r.prompt_ids) for r in requests)
             self.check_queue(len(requests), num_tokens, sum(r.params.n for r in requests))
         handles = [r.handle + i for r in requests for i in range(r.params.n)]
         stream = RequestStream(self._loop, handles)
         for request in requests:
             self._send(request)
-            entry = _Entry(request, stream)
-            gate.enter(entry.num_prompt_tokens, now)
-            for i in range(entry.n):
-                self._entries[request.handle + i] = entry
-        self._waiting.update(handles)
-        self.num_admitted += len(handles)
+            self._accounts.enter(request, stream)
         return stream
 
     def check_queue(self, num_requests: int, num_tokens: int = 0, num_sequences: int = 1) -> None:
         """Raises what ``submit`` would raise for so much more, before work is spent on it."""
-        gate, now = self._require_gate(), time.monotonic()
-        running, waiting = self.num_running, self.num_waiting
-        if self.seat.count > 1:  # those of the other clients count, as of the last step
-            running = max(running, self.stats.num_running)
-            waiting = max(waiting, self.stats.num_waiting)
-        free = self.info.max_num_seqs - running
-        position = waiting + num_sequences - 1 - free
-        # Of the places that become free, this client sees its own share.
-        wait = self._place_wait(position // self.seat.count, now) if position >= 0 else 0.0
-        gate.check(num_requests, num_tokens, now, free, wait)
-
-    def _place_wait(self, position: int, now: float) -> float:
-        """Seconds until that many places beyond the first will have become free."""
-        if self._waits is None or now - self._waits_time > FORECAST_SECONDS:
-            self._waits_time = now
-            running = (e for h, e in self._entries.items() if h not in self._waiting)
-            self._waits = self._forecast.waits((e.num_tokens // e.n, e.max_tokens) for e in running)
-        return self._waits.of(position) - (now - self._waits_time)
+        self._require_ready()
+        self._accounts.check_queue(self.stats, num_requests, num_tokens, num_sequences)
 
     def abort(self, handles: Iterable[int], reason: FinishReason = FinishReason.ABORT) -> None:
         """Drops handles that are still open; their events end here and now. ``reason`` is how
         they are counted: STOP for those that met a stop string."""
-        known = [handle for handle in handles if handle in self._entries]
+        known = [handle for handle in handles if handle in self._accounts.entries]
         if not known:
             return
         for handle in known:
-            self._end(handle, reason)
-        if not self._death:
+            self._accounts.end(handle, reason)
+        if not self._health.death:
             with contextlib.suppress(EngineDead):
                 self._send(Abort(handles=known))
 
     def fail_all(self, error: Exception) -> None:
         """Ends every open stream with ``error`` and frees their requests in the engine."""
         handles = self._fail_all(error)
-        if handles and not self._death:
+        if handles and not self._health.death:
             with contextlib.suppress(EngineDead):
                 self._send(Abort(handles=handles))
 
-    @property
-    def num_open(self) -> int:
-        """Sequences that have not ended."""
-        return len(self._entries)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return self._gate.num_tokens if self._gate else 0
-
     async def reset_prefix_cache(self) -> bool:
         """Whether the cache could be emptied (not while requests hold blocks of it)."""
-        self._require_gate()
+        self._require_ready()
         call = self.allocate(1)
         self._calls[call] = self._loop.create_future()
         try:
@@ -340,7 +287,7 @@ class ProcessClient:
 
     def send_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Before the first request with a grammar."""
-        if not self._death:
+        if not self._health.death:
             with contextlib.suppress(EngineDead):
                 self._send(SetVocabulary(vocabulary))
 
@@ -350,7 +297,7 @@ class ProcessClient:
             return
         self.draining = True
         # With several clients the engine is ended by the first one, when all have drained.
-        if self._info is not None and not self._death and self.seat.count == 1:
+        if self._info is not None and not self._health.death and self.seat.count == 1:
             with contextlib.suppress(EngineDead):
                 self._send(Drain())
 
@@ -371,13 +318,11 @@ class ProcessClient:
     def _address(self, name: str, index: int) -> str:
         return f"ipc://{self.directory}/{name}-{index}"
 
-    def _require_gate(self) -> QueueGate:
+    def _require_ready(self) -> None:
         if self.draining:
             raise EngineDead("the server is shutting down")
-        problem = self.problem()
-        if problem or self._gate is None:
-            raise EngineDead(problem or "the model is still loading")
-        return self._gate
+        if problem := self.problem():
+            raise EngineDead(problem)
 
     def _send(self, message: ToEngine) -> None:
         try:
@@ -402,17 +347,14 @@ class ProcessClient:
         if isinstance(message, Outputs):
             self._fan_out(message)
         elif isinstance(message, Heartbeat):
-            self._last_beat = max(self._last_beat, message.time)
-            self._step_age = message.step_age
+            self._health.hear(message)
         elif isinstance(message, Progress):
             if self._on_progress:
                 self._on_progress(message)
         elif isinstance(message, Ready) and self._info is None:
             self._info = message.info
-            self._gate = QueueGate(
-                self.config.scheduler, message.info.max_num_seqs, self.seat.count
-            )
-            self._last_beat = time.monotonic()
+            self._accounts.begin(message.info.max_num_seqs)
+            self._health.begin(time.monotonic())
             if not self._ready.done():
                 self._ready.set_result(message.info)
         elif isinstance(message, PrefixCacheReset):
@@ -423,12 +365,12 @@ class ProcessClient:
             self._die(message.message, message.user_error)
 
     def _fan_out(self, outputs: Outputs) -> None:
-        entries = self._entries
+        accounts, entries = self._accounts, self._accounts.entries
         self.stats = stats = outputs.stats
         for started in outputs.started:
             entry = entries.get(started.handle)
             if entry is not None:
-                self._start(started.handle, entry)
+                accounts.start(started.handle, entry)
                 entry.stream.more().started.append(started)
         for pair in outputs.pairs():
             entry = entries.get(pair[0])
@@ -448,50 +390,24 @@ class ProcessClient:
                 entry.stream.more().pooled.append(pooled)
         for finished in outputs.finished:
             if (entry := entries.get(finished.handle)) is not None:
-                self._end(finished.handle, finished.reason)
+                accounts.end(finished.handle, finished.reason)
                 entry.stream.more().finished.append(finished)
         for rejected in outputs.rejected:
             if (entry := entries.get(rejected.handle)) is not None:
                 for handle in range(entry.handle, entry.handle + entry.n):
                     if handle in entries:
-                        self._end(handle, REJECTED)
+                        accounts.end(handle, REJECTED)
                 entry.stream.more().rejected.append(rejected)
         if stats.step_seconds:
-            self._forecast.on_step(stats.step_seconds)
+            accounts.forecast.on_step(stats.step_seconds)
         if self.on_step is not None:
             self.on_step(stats)
 
-    # ---- accounts ----
-
-    def _start(self, handle: int, entry: _Entry) -> None:
-        self._waiting.discard(handle)
-        self._leave_queue(entry, started=True)
-
-    def _end(self, handle: int, reason: str) -> None:
-        entry = self._entries.pop(handle)
-        self._waiting.discard(handle)
-        self.ended[reason] += 1
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            by_itself = reason == FinishReason.STOP
-            self._forecast.on_end(entry.num_tokens // entry.n, by_itself)
-        entry.num_open -= 1
-        if not entry.num_open:
-            self._leave_queue(entry, started=False)
-        entry.stream.open.discard(handle)
-        if not entry.stream.open:
-            entry.stream.wake()
-
-    def _leave_queue(self, entry: _Entry, started: bool) -> None:
-        if entry.queued and self._gate is not None:
-            entry.queued = False
-            self._gate.leave(entry.num_prompt_tokens, time.monotonic(), started)
-
     def _fail_all(self, error: Exception) -> list[int]:
-        handles = list(self._entries)
+        handles = list(self._accounts.entries)
         for handle in handles:
-            stream = self._entries[handle].stream
-            stream.fail(error)
-            self._end(handle, FinishReason.ERROR)
+            self._accounts.entries[handle].stream.fail(error)
+            self._accounts.end(handle, FinishReason.ERROR)
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
@@ -499,15 +415,15 @@ class ProcessClient:
 
     # ---- health ----
 
-    async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
+    async def _watch_child(self, child: EngineChild) -> None:
+        code = await child.wait()
         self._read()  # it may have said why
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        if not (self._closing or (self.draining and code == 0 and not self._entries)):
+        if not (self._closing or (self.draining and code == 0 and not self.num_open)):
             self._die(f"the engine process ended {how}")
 
     async def _watch_heartbeat(self) -> None:
-        while not self._death:
+        while not self._health.death:
             before = time.monotonic()
             await asyncio.sleep(CHECK_INTERVAL)
             now = time.monotonic()
@@ -517,33 +433,20 @@ class ProcessClient:
             self._judge(now)
 
     def _judge(self, now: float) -> None:
-        deadline = self.config.scheduler.step_deadline
-        silence = now - self._last_beat
-        if silence > max(deadline, HEARTBEAT_LIMIT):
-            self._die(f"the engine has not answered for {silence:.1f} s (--step-deadline)")
-        elif silence > HEARTBEAT_LIMIT:
-            self._stalled = f"the engine has not answered for {silence:.1f} s"
-            self.fail_all(EngineDead(self._stalled))
-        elif self._step_age > deadline:
-            self._die(
-                f"a step has taken {self._step_age:.1f} s, above --step-deadline {deadline:g} s"
-            )
-        else:
-            self._stalled = ""
+        if fault := self._health.judge(now):
+            self._die(fault)
+        elif self._health.stalled:
+            self.fail_all(EngineDead(self._health.stalled))
 
     def _die(self, why: str, user_error: bool = False) -> None:
-        if self._death:
+        if self._health.death:
             return
-        self._death = why
-        self._kill()
+        self._health.death = why
+        if self._child is not None:
+            self._child.kill()
         error = ConfigError(why) if user_error else EngineDead(why)
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # it may be awaited later, or never
         self._fail_all(EngineDead(why))
         self.dead.set()
-
-    def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()

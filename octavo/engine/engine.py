@@ -162,10 +162,8 @@ class Engine:
             self._rejected += [Rejected(handle, str(error), error.param) for handle in handles]
         except Exception as error:
             logger.exception("request %s failed on arrival", message.request_id)
-            timings, text = (
-                RequestTimings(arrival=message.arrival),
-                f"{type(error).__name__}: {error}",
-            )
+            timings = RequestTimings(arrival=message.arrival)
+            text = f"{type(error).__name__}: {error}"
             self._failed += [
                 Finished(handle, FinishReason.ERROR, None, timings, message=text)
                 for handle in handles

@@ -1,12 +1,12 @@
 """When places become free: the wait of a request that finds all of them taken.
 
-How long outputs are is learned from the latest ones. Those that ``max_tokens`` ended would have
-been longer, so the share of outputs that are longer than t is estimated as survival is from
+The lengths of outputs are learned from the latest ones. Those that ``max_tokens`` ended would have
+been longer, so the share of outputs that are longer than t is estimated the way survival is from
 patients who leave a study (Kaplan and Meier, "Nonparametric estimation from incomplete
-observations", 1958). A running sequence is expected to need the mean of what is left to those that
-came as far, at most its ``max_tokens``; a token takes a step. The forecast is to be kept in nearly
-all cases, not on average: hence the margin. Where outputs vary much it errs on the late side by
-itself, as the first of several to end is earlier than each alone is expected to.
+observations", 1958). A running sequence is expected to need as many further tokens as outputs that
+came this far needed on average, at most up to its ``max_tokens``; a token takes a step. The
+forecast should hold in nearly all cases, not on average: hence the margin. Where outputs vary much
+it errs on the late side anyway, as the first of several sequences ends earlier than the mean.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
 
 PRIOR_TOKENS = 256  # the length of outputs before any has ended
 MOST_LENGTHS = 256  # of the latest outputs
@@ -28,7 +33,7 @@ class PlaceForecast:
     def __init__(self) -> None:
         self._latest: deque[tuple[int, bool]] = deque([(PRIOR_TOKENS, True)])  # in order of time
         self._sorted: list[tuple[int, bool]] = list(self._latest)
-        self.step_seconds = 0.0  # mean of late; 0.0 before the first
+        self.step_seconds = 0.0  # moving average; 0.0 before the first step
 
     def on_step(self, seconds: float) -> None:
         if not self.step_seconds:
@@ -46,43 +51,43 @@ class PlaceForecast:
     def waits(self, running: Iterable[tuple[int, int]]) -> PlaceWaits:
         """From the (output tokens, max_tokens) of each running sequence."""
         outputs = _Outputs(self._sorted)
-        sequences = list(running)
-        steps = sorted(outputs.left(*sequence) for sequence in sequences)
-        # Of a sequence that is yet to come, allowed as many tokens as these.
-        whole = [outputs.left(0, max_tokens) for _, max_tokens in sequences]
-        mean = sum(whole) / len(whole) if whole else 0.0
-        step = self.step_seconds
-        free = [step * (MARGIN * count + STEPS_TO_BEGIN) for count in steps]
-        return PlaceWaits(free, MARGIN * step * mean)
+        num_tokens, max_tokens = np.array(list(running), dtype=np.float64).reshape(-1, 2).T
+        # Of a sequence that is yet to come, allowed as many tokens as one of these.
+        whole = outputs.left(np.zeros_like(max_tokens), max_tokens)
+        steps = np.sort(outputs.left(num_tokens, max_tokens))
+        free = self.step_seconds * (MARGIN * steps + STEPS_TO_BEGIN)
+        mean = float(whole.mean()) if len(whole) else 0.0
+        return PlaceWaits(free.tolist(), MARGIN * self.step_seconds * mean)
 
 
 class _Outputs:
     """The lengths of outputs: ``S(t)``, the share of those longer than t, and what follows."""
 
     def __init__(self, ended: Sequence[tuple[int, bool]]) -> None:
-        self._at = [0]  # lengths at which S falls
-        self._share = [1.0]  # S from there on
-        self._area = [0.0]  # of S, from 0 to there
-        for index, (length, by_itself) in enumerate(ended):
-            if not by_itself:
-                continue
-            num_at_risk = len(ended) - index
-            self._area.append(self._area[-1] + self._share[-1] * (length - self._at[-1]))
-            self._share.append(self._share[-1] * (1 - 1 / num_at_risk))
-            self._at.append(length)
+        lengths, by_itself = np.array(ended, dtype=np.float64).reshape(-1, 2).T
+        falls = by_itself.nonzero()[0]
+        num_at_risk = len(lengths) - falls
+        self._at: Float64 = np.append(0.0, lengths[falls])  # lengths at which S falls
+        self._share: Float64 = np.append(1.0, np.cumprod(1 - 1 / num_at_risk))  # S from there on
+        areas = self._share[:-1] * np.diff(self._at)
+        self._area: Float64 = np.append(0.0, np.cumsum(areas))  # of S, from 0 to there
 
-    def left(self, num_tokens: int, max_tokens: int) -> float:
-        """Further tokens of a sequence that has so many and may have no more than max_tokens."""
-        share = self._share[bisect_right(self._at, num_tokens) - 1]
-        most = max_tokens - num_tokens
-        if share <= 0.0:  # longer than all of late: as much again
-            return min(max(num_tokens, 1), most)
-        return min((self._until(max_tokens) - self._until(num_tokens)) / share, most)
+    def left(self, num_tokens: Float64, max_tokens: Float64) -> Float64:
+        """Further tokens expected of sequences with ``num_tokens`` of at most ``max_tokens``."""
+        share = self._share[self._place(num_tokens)]
+        area = self._until(max_tokens) - self._until(num_tokens)
+        # Longer than all recent outputs: as much again.
+        expected = np.where(share > 0, area / np.maximum(share, 1e-300), np.maximum(num_tokens, 1))
+        return np.minimum(expected, max_tokens - num_tokens)
 
-    def _until(self, length: int) -> float:
+    def _place(self, length: Float64) -> NDArray[np.intp]:
+        after: NDArray[np.intp] = np.searchsorted(self._at, length, side="right")
+        return after - 1
+
+    def _until(self, length: Float64) -> Float64:
         """Area of S from 0 on: the mean length of outputs cut at ``length``."""
-        index = bisect_right(self._at, length) - 1
-        return self._area[index] + self._share[index] * (length - self._at[index])
+        place = self._place(length)
+        return self._area[place] + self._share[place] * (length - self._at[place])
 
 
 class PlaceWaits:

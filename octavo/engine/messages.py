@@ -18,6 +18,7 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import FinishReason, Pooling, RequestTimings, SamplingParams
 
 CLIENT_SHIFT = 48
+REJECTED = "rejected"  # how a sequence ended that the engine refused, beside the finish reasons
 
 
 def pack_ids(ids: Any) -> bytes:

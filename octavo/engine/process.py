@@ -108,7 +108,7 @@ class EngineLoop:
         while not (self._draining and not self.engine.has_work):
             busy = self.engine.has_work or self._use_idle_moment()
             if not self._read_inbox(wait_ms=0 if busy else IDLE_POLL_MS) and not busy:
-                self.engine.grammars.build()  # it takes a moment, in which nobody waits
+                self.engine.grammars.build()  # it takes a moment, and nobody is waiting now
             outputs = self.engine.step()
             if outputs is not None:
                 self._seats.send_outputs(outputs)

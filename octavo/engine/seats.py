@@ -12,7 +12,7 @@ import zmq
 
 from octavo.engine.messages import Message, Outputs, encoder
 
-MOST_BEATS = 10  # that wait for a client which does not read
+MOST_BEATS = 10  # kept for a client that does not read
 
 
 class Seats:
@@ -45,12 +45,12 @@ class Seats:
             outbox.send(encoder.encode(outputs.of_client(client)))
 
     def take(self, client: int) -> None:
-        """It is there, perhaps in the place of one that has gone."""
+        """A client has connected, perhaps in place of one that has gone."""
         if client not in self._outboxes and client < len(self._addresses):
             self._outboxes[client] = self._outbox(client)
 
     def leave(self, client: int) -> None:
-        """Nothing is kept for it any more."""
+        """A client has gone: nothing more is kept for it."""
         if client in self._outboxes:
             self._outboxes.pop(client).close(linger=0)
 

@@ -1,11 +1,11 @@
-"""Whether a grammar compiles, in a process of its own: one that takes too much time or memory, or
-breaks the compiler, takes nobody with it.
+"""Finds out whether a grammar compiles, in a process of its own: one that takes too much time or
+memory, or crashes the compiler, harms nothing else.
 
     python -m octavo.grammar.checker   < frames   > frames
 
-A frame is a length (4 bytes, little endian) and so many bytes. The first that comes is a msgpack
+A frame is a length (4 bytes, little endian) and that many bytes. The first that comes is a msgpack
 Vocabulary, each further one a grammar; the answer to each is "" or why it cannot be used. Where
-time or memory run out the kernel ends the process, and whoever waits reads the end of the stream.
+time or memory run out the kernel ends the process, and the reader sees the end of the stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from octavo.grammar.vocabulary import Vocabulary
 
-# Of the processor, for one grammar. The wall clock is the one who waits' to watch.
+# Processor time for one grammar. The caller watches the wall clock.
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 512 << 20  # beyond what the vocabulary took
 STACK_BYTES = 4 << 20  # less than wherever an engine compiles (8 MiB; grammars.STACK_BYTES)

@@ -95,7 +95,7 @@ class Grammars:
             return self._compiler
 
     def check(self, text: str) -> None:
-        """For engines that trust whoever asks: no limit of time or memory (``checker`` has those).
+        """For engines that trust their callers: no limits of time or memory, as ``checker`` has.
         Raises InvalidRequest saying why a grammar cannot be used."""
         found: list[str] = []
         thread = _started(lambda: found.append(self._built().problem(text)))
@@ -152,7 +152,7 @@ class Grammars:
         return str(compiled.get_error()) if compiled.is_error() else ""
 
     def release(self, text: str) -> None:
-        """One request less has it."""
+        """A request that had it has ended."""
         with self._lock:
             entry = self._entries[text]
             entry.users -= 1
@@ -169,7 +169,7 @@ class Grammars:
             self._forget()
 
     def _forget(self) -> None:
-        """Drops what nobody has, the oldest first, down to what may be kept."""
+        """Drops grammars without users, the oldest first, until few enough are kept."""
         unused = [text for text, entry in self._entries.items() if not entry.users]
         num_bytes = sum(map(len, unused))
         for index, text in enumerate(unused):

@@ -31,6 +31,8 @@ UNSUPPORTED = {
     *("contentSchema", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     *("$vocabulary", "nullable"),
 }
+# Values with which an unsupported keyword asks for nothing.
+NEUTRAL: dict[str, Any] = {"uniqueItems": False, "nullable": False}
 # Keywords whose values are schemas.
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -52,7 +54,9 @@ def check_keywords(schema: Any, field: str) -> None:
                 f"{field}{_path(place)} is {_shown(node)}; a schema is an object, true or false",
                 field,
             )
-        for word in node:
+        for word, value in node.items():
+            if word in NEUTRAL and value is NEUTRAL[word]:
+                continue
             if word not in ENFORCED and word not in ANNOTATIONS and not word.startswith("x-"):
                 raise InvalidRequest(f"{field}{_path(place)}: {_why_not(word)}", field)
         if "x-guidance" in node:

@@ -1,6 +1,6 @@
 """Matcher: where one output stands in its grammar, and which tokens may come next.
 
-It fails closed. Whatever goes wrong (llguidance gives up, nothing may come, a token comes that may
+It fails closed. Whatever goes wrong (llguidance gives up, no token may come, one comes that may
 not) is kept in ``failure``, and the sequence must end with that text as its error.
 """
 
@@ -63,7 +63,7 @@ class Matcher:
         self._computed: Int32 | None = None  # the next mask, where it was made with others'
         self.ended = False
         self.failure = ""
-        self.told = False  # whoever follows it has taken note of its end
+        self.told = False  # its end has been reported
         self._check()
 
     # ---- what may come ----

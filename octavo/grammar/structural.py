@@ -4,14 +4,16 @@ of llguidance grammars: the older ({structures, triggers}) and the newer ({forma
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from octavo.grammar.regexes import between_slashes
 from octavo.types import InvalidRequest
 
 FIELD = "structured_outputs.structural_tag"
 TEXT = r"/(.|\n)*/"
-MOST_FORMATS = 1000  # that one tag may be made of
+MOST_FORMATS = 1000  # that one tag may be made of, and entries of each of its lists
 
 Grammar = dict[str, Any]
 
@@ -60,6 +62,9 @@ class _Writer:
         self.grammars: list[Grammar] = []
         self._json_grammar = json_grammar
         self._special = special
+        # The longest first: one name may be the beginning of another.
+        names = sorted(filter(None, special), key=len, reverse=True)
+        self._names = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
         self._count = 0
         self._formats: dict[str, Callable[[Grammar, str, bool], str]] = {
             "const_string": self._const_string,
@@ -162,8 +167,6 @@ class _Writer:
         return self._beside(self._json_grammar(schema, FIELD))
 
     def _regex(self, item: Grammar, where: str, last: bool) -> str:
-        from octavo.grammar.compile import between_slashes
-
         pattern = _text(item, "pattern", where)
         return self._beside({"lark_grammar": f"start: /{between_slashes(pattern)}/"})
 
@@ -187,16 +190,12 @@ class _Writer:
 
     def _pieces(self, text: str) -> list[str]:
         """The text as strings of Lark, and special tokens as ``<[id]>``."""
-        pieces: list[str] = []
-        while text:
-            found = [(text.find(name), -len(name), name) for name in self._special if name in text]
-            at, _, name = min(found, default=(len(text), 0, ""))
-            if at:
-                pieces.append(json.dumps(text[:at]))
-            if name:
-                pieces.append(f"<[{self._special[name]}]>")
-            text = text[at + len(name) :]
-        return pieces
+        parts = self._names.split(text)  # plain text and names by turns
+        return [
+            f"<[{self._special[part]}]>" if index % 2 else json.dumps(part)
+            for index, part in enumerate(parts)
+            if part
+        ]
 
     def _rule(self, right: str, lazy: bool = False) -> str:
         name = f"r{len(self.rules)}"
@@ -217,6 +216,9 @@ def _list(item: Grammar, name: str, where: str) -> list[Any]:
     value = item.get(name)
     if not isinstance(value, list) or not value:
         raise _fault(f"{where}.{name}" if where else name, "must be a list that is not empty")
+    if len(value) > MOST_FORMATS:
+        said = f"has {len(value):,} entries; at most {MOST_FORMATS:,} are taken"
+        raise _fault(f"{where}.{name}" if where else name, said)
     return value
 
 

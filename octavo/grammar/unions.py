@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
-from octavo.grammar.keywords import LISTS, MAPS, SINGLE
+from octavo.grammar.keywords import LISTS, MAPS, NEUTRAL, SINGLE
 
 Schema = dict[str, Any]
 MOST_REFERENCES = 32  # followed from one option
@@ -18,7 +18,8 @@ MOST_COMPARED = 2_000_000  # names and values, in all unions of a schema: some 0
 
 
 def with_plain_unions(schema: Schema) -> Schema:
-    """A copy in which each ``oneOf`` whose options exclude each other is an ``anyOf``."""
+    """A copy in which each ``oneOf`` whose options exclude each other is an ``anyOf``; without the
+    keywords that ask for nothing."""
     rewritten: Schema = _Rewriter(schema).rewritten(schema)
     return rewritten
 
@@ -32,7 +33,7 @@ class _Rewriter:
         """Only what holds schemas is gone through: values (const, enum, default) stay."""
         if not isinstance(node, dict):
             return node
-        copy = dict(node)
+        copy = {word: value for word, value in node.items() if word not in NEUTRAL}
         for word in MAPS:
             if isinstance(copy.get(word), dict):
                 copy[word] = {name: self.rewritten(part) for name, part in copy[word].items()}

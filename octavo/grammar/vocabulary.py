@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -15,6 +17,14 @@ class Vocabulary(msgspec.Struct, array_like=True):
     tokens: list[bytes]
     special_ids: list[int]
     eos_ids: list[int]
+
+    @classmethod
+    def of_model(
+        cls, size: int, tokens: list[bytes], special_ids: Iterable[int], eos_ids: list[int]
+    ) -> Vocabulary:
+        """For a model with ``size`` logits: its tokenizer may know fewer ids, or more."""
+        table = tokens[:size] + [b""] * (size - len(tokens))
+        return cls(table, sorted(index for index in special_ids if index < size), eos_ids)
 
     @property
     def words(self) -> int:

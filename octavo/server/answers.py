@@ -130,10 +130,8 @@ class Answer(ABC):
     # ---- usage ----
 
     def usage(self) -> dict[str, Any]:
-        num_prompt, num_output = (
-            self.generation.num_prompt_tokens,
-            self.generation.num_output_tokens,
-        )
+        num_prompt = self.generation.num_prompt_tokens
+        num_output = self.generation.num_output_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -20,7 +20,7 @@ from octavo import __version__
 from octavo.server import tokens
 from octavo.server.answers import in_time, respond
 from octavo.server.auth import App, KeyGuard
-from octavo.server.bodies import B, read_body
+from octavo.server.bodies import read_body
 from octavo.server.chat import chat_ids
 from octavo.server.completions import CompletionAnswer, prompts_of
 from octavo.server.embeddings import embed
@@ -39,6 +39,7 @@ from octavo.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    ForModel,
     NoFields,
     TokenizeRequest,
 )
@@ -49,7 +50,7 @@ from octavo.server.tools.answer import reading
 from octavo.server.tools.requests import tool_use
 from octavo.types import EngineDead, InvalidRequest, OctavoError
 
-Route = Callable[[Request], Awaitable[Response]]
+M = TypeVar("M", bound=ForModel)
 
 SCHEMAS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
@@ -96,82 +97,77 @@ def create_app(state: ServerState) -> App:
 
 
 def _add_generating_routes(api: FastAPI, state: ServerState) -> None:
-    lenient = state.server.lenient
-
-    async def complete(request: Request, render: bool = False) -> Response:
-        arrival = time.monotonic()
-        body, warnings = await read_body(request, CompletionRequest, lenient)
-        state.check_serving()
-        state.check_model(body.model)
-        params = completion_params(body, state.client.info.default_sampling)
-        prompts = await in_time(state, body.timeout, arrival, prompts_of(state, body, request))
-        return await respond(
-            state, request, CompletionAnswer, body, params, prompts,
-            arrival=arrival, prefix="cmpl", warnings=warnings,
-            drop_output=bool(body.echo) and body.max_tokens == 0, render=render,
-        )  # fmt: skip
-
-    async def chat(request: Request, render: bool = False) -> Response:
-        arrival = time.monotonic()
-        body, warnings = await read_body(request, ChatRequest, lenient)
-        state.check_serving()
-        state.check_model(body.model)
-        state.client.check_queue(1)  # before the conversation is rendered
-        try:
-            use = await state.encode(lambda: tool_use(body), 0, request)
-            params = chat_params(body, state.client.info.default_sampling)
-            prompt = chat_ids(state, body, body.messages, body.add_special_tokens, request)
-            ids = await in_time(state, body.timeout, arrival, prompt)
-            answer_type, marks, params = await state.encode(
-                lambda: reading(state, body, use, ids, params), 0, request
-            )
-            return await respond(
-                state, request, answer_type, body, params, ([ids], [None]), marks=marks,
-                arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,
-            )  # fmt: skip
-        except InvalidRequest as error:
-            raise renamed_for_chat(error, body) from None
-
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continues a text (or token ids)."""
-        return await complete(request)
+        return await _complete(state, request)
 
     @api.post("/v1/completions/render")
     async def render_completion(request: Request) -> Response:
         """What /v1/completions would give the model: nothing is generated."""
-        return await complete(request, render=True)
+        return await _complete(state, request, render=True)
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation."""
-        return await chat(request)
+        return await _chat(state, request)
 
     @api.post("/v1/chat/completions/render")
     async def render_chat(request: Request) -> Response:
         """What /v1/chat/completions would give the model: nothing is generated."""
-        return await chat(request, render=True)
+        return await _chat(state, request, render=True)
 
     @api.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         """Vectors of texts (or token ids, or a conversation)."""
-        body, warnings = await read_body(request, EmbeddingRequest, lenient)
-        state.check_serving()
-        state.check_model(body.model)
-        return await embed(state, request, body, warnings)
+        arrival = time.monotonic()
+        body, warnings = await _read(state, request, EmbeddingRequest)
+        return await embed(state, request, body, arrival, warnings)
+
+
+async def _complete(state: ServerState, request: Request, render: bool = False) -> Response:
+    arrival = time.monotonic()
+    body, warnings = await _read(state, request, CompletionRequest)
+    params = completion_params(body, state.client.info.default_sampling)
+    prompts = await in_time(state, body.timeout, arrival, prompts_of(state, body, request))
+    return await respond(
+        state, request, CompletionAnswer, body, params, prompts,
+        arrival=arrival, prefix="cmpl", warnings=warnings,
+        drop_output=bool(body.echo) and body.max_tokens == 0, render=render,
+    )  # fmt: skip
+
+
+async def _chat(state: ServerState, request: Request, render: bool = False) -> Response:
+    arrival = time.monotonic()
+    body, warnings = await _read(state, request, ChatRequest)
+    state.client.check_queue(1)  # before the conversation is rendered
+    try:
+        use = await state.encode(lambda: tool_use(body), 0, request)
+        params = chat_params(body, state.client.info.default_sampling)
+        prompt = chat_ids(state, body, body.messages, body.add_special_tokens, request)
+        ids = await in_time(state, body.timeout, arrival, prompt)
+        answer_type, marks, params = await state.encode(
+            lambda: reading(state, body, use, ids, params), 0, request
+        )
+        return await respond(
+            state, request, answer_type, body, params, ([ids], [None]), marks=marks,
+            arrival=arrival, prefix="chatcmpl", warnings=warnings, render=render,
+        )  # fmt: skip
+    except InvalidRequest as error:
+        raise renamed_for_chat(error, body) from None
 
 
 def _add_text_routes(api: FastAPI, state: ServerState) -> None:
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation through the chat template."""
-        body = await _read(state, request, TokenizeRequest)
+        body, _ = await _read(state, request, TokenizeRequest)
         return _json(await tokens.tokenize(state, body, request))
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body = await _read(state, request, DetokenizeRequest)
+        body, _ = await _read(state, request, DetokenizeRequest)
         return _json(await tokens.detokenize(state, body, request))
 
     @api.get("/tokenizer_info")
@@ -273,11 +269,13 @@ def _add_facts_routes(api: FastAPI, state: ServerState) -> None:
         )
 
 
-async def _read(state: ServerState, request: Request, schema: type[B]) -> B:
-    body, _ = await read_body(request, schema, state.server.lenient)
+async def _read(state: ServerState, request: Request, schema: type[M]) -> tuple[M, list[str]]:
+    """The body of a request for the model, and warnings. Raises EngineDead while it cannot be
+    served, NotFound for another model."""
+    body, warnings = await read_body(request, schema, state.server.lenient)
     state.check_serving()
-    state.check_model(getattr(body, "model", None))
-    return body
+    state.check_model(body.model)
+    return body, warnings
 
 
 def _json(content: object) -> Response:

@@ -1,7 +1,7 @@
 """Who may do what: every route but the public ones needs a key, and a key with its scope.
 
 ``SCOPES_OF`` says for each route which scopes open it. ``create_app`` refuses to start with a route
-that is not in it, so a new route is closed until somebody has thought about it.
+that is not in it, so nobody adds a route without deciding who may use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PUBLIC: frozenset[str] = frozenset()  # no key is needed
 SCOPES_OF: dict[str, frozenset[str]] = {
     **dict.fromkeys(("/health", "/health/live", "/health/ready", "/ping"), PUBLIC),
     # The chat page holds nothing: a browser sends no key when it opens an address, and what the
-    # page then asks the API for needs one as everything does.
+    # page then asks of the API needs a key like any other request.
     **dict.fromkeys(PAGE_PATHS, PUBLIC),
     **dict.fromkeys(
         (
@@ -46,7 +46,7 @@ class KeyGuard:
     """ASGI middleware that answers 401 and 403 before a body is read or anything is queued.
 
     Leaves the key's name in ``scope["octavo.key"]`` (b"" where no key is needed) and its share in
-    ``scope["octavo.weight"]``. A path without a route needs a key, too, and is told 404 then.
+    ``scope["octavo.weight"]``. A path without a route needs a key as well: only then is it a 404.
 
     Raises RuntimeError for a route that is not in ``SCOPES_OF``.
     """
@@ -85,13 +85,13 @@ class KeyGuard:
 
     def _scopes(self, scope: Scope) -> frozenset[str]:
         """Of the route that the router will choose; all scopes where there is none."""
+        if scope["type"] != "http":
+            return SCOPES
         path = scope["path"]
         if self._root and path.startswith(self._root + "/"):
             path = path[len(self._root) :]
-        if (found := self._exact.get(path)) is not None and scope["type"] == "http":
+        if (found := self._exact.get(path)) is not None:
             return found
-        if scope["type"] != "http":
-            return SCOPES
         for route in self._routes:
             if route.matches({**scope, "root_path": self._root})[0] is not Match.NONE:
                 return SCOPES_OF[_path_of(route)]

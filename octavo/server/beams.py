@@ -59,7 +59,7 @@ class BeamGeneration(Generation):
         return f"{steps} steps of the search were done" if steps else super()._doing()
 
     def _live(self) -> list[tuple[Prompt, BeamSearch]]:
-        """The searches under way, in order, of so many prompts as the engine runs at once."""
+        """The searches under way, in order: of as many prompts as the engine can run at once."""
         most = max(1, self._state.client.info.max_num_seqs // self._beams.beam_width)
         return [entry for entry in self._searches if not entry[1].done][:most]
 

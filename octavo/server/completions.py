@@ -9,38 +9,30 @@ from starlette.requests import Request
 
 from octavo.server.answers import Answer
 from octavo.server.generation import Choice, Piece
+from octavo.server.inputs import listed, token_ids
 from octavo.server.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from octavo.server.protocol import CompletionRequest
 from octavo.server.state import ServerState
 from octavo.server.streaming import encode_json, members
-from octavo.types import InvalidRequest
 
 
 async def prompts_of(
     state: ServerState, body: CompletionRequest, request: Request | None = None
 ) -> tuple[list[list[int]], list[str | None]]:
     """Token ids of each prompt, and its text where the client sent text. Raises InvalidRequest."""
-    prompt: Any = body.prompt
     if body.echo:
         state.require_tokenizer("echo")
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    if not prompt:
-        raise InvalidRequest("prompt is an empty list", "prompt")
-    if isinstance(prompt[0], int):
-        return [prompt], [None]
-    state.client.check_queue(len(prompt))  # before thousands of prompts are tokenized
-    if isinstance(prompt[0], list):
-        return prompt, [None] * len(prompt)
-    tokenizer = state.require_tokenizer("prompt")
-    special = body.add_special_tokens is not False
-    if body.truncate_prompt_tokens is None:
-        state.check_text_length(max(map(len, prompt)), "prompt")
-
-    def encode() -> list[list[int]]:
-        return [tokenizer.encode(text, add_special_tokens=special) for text in prompt]
-
-    return await state.encode(encode, sum(map(len, prompt)), request), prompt
+    prompts = listed(body.prompt, "prompt")
+    state.client.check_queue(len(prompts))  # before thousands of prompts are tokenized
+    ids = await token_ids(
+        state,
+        prompts,
+        "prompt",
+        add_special_tokens=body.add_special_tokens,
+        truncated=body.truncate_prompt_tokens is not None,
+        request=request,
+    )
+    return ids, [prompt if isinstance(prompt, str) else None for prompt in prompts]
 
 
 class CompletionAnswer(Answer):

@@ -43,7 +43,7 @@ class TimedOut(OctavoError):
 
 
 def failure_of(end: Finished) -> OctavoError:
-    """What a request is told that ended with an error: whether it or the engine is at fault."""
+    """The error of a request that ended with one: its own fault (400) or the engine's (500)."""
     if end.own_fault:
         return InvalidRequest(end.message)
     return StepError(end.message or "a step of the engine failed")

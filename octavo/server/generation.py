@@ -24,6 +24,8 @@ from octavo.server.submission import Submission
 from octavo.text.output import ChoiceText
 from octavo.types import FinishReason, InvalidRequest, RequestTimings, SamplingParams
 
+MANY_PROMPTS = 100  # of one request: to check them takes about 2 ms
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -169,22 +171,17 @@ class Generation:
 
     async def prepared(self) -> list[AddRequest]:
         """All or none: the first prompt that cannot run refuses the whole request. Handles are
-        taken only then: they are finite, and a refused n may be any number."""
+        taken only after that: a refused n may be any number."""
         ask, client, tokenizer = self._ask, self._state.client, self._state.tokenizer
         n = ask.params.n
         if ask.params.stop:
             self._state.require_tokenizer("stop")
         bad_words = await self._bad_word_ids()
-        requests = [
-            prepare(
-                client.info, ask.params, ids, handle=i * n,
-                request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
-                arrival=ask.arrival, max_logprobs=self._state.config.model.max_logprobs,
-                priority=ask.priority, salt=ask.salt, tenant=ask.tenant, weight=ask.weight,
-                bad_words=bad_words, grammar=ask.grammar,
-            )
-            for i, ids in enumerate(ask.prompts)
-        ]  # fmt: skip
+        if len(ask.prompts) <= MANY_PROMPTS:
+            requests = self._checked(bad_words)
+        else:
+            size = sum(map(len, ask.prompts))
+            requests = await self._state.workers.run(lambda: self._checked(bad_words), size)
         self._first_handle = client.allocate(n * len(requests))
         for i, (ids, request) in enumerate(zip(ask.prompts, requests)):
             request.handle += self._first_handle
@@ -201,6 +198,20 @@ class Generation:
                 choice = Choice(i * n + k, request.handle + k, prompt, text, ask.arrival)
                 self.choices.append(choice)
         return requests
+
+    def _checked(self, bad_words: list[list[int]]) -> list[AddRequest]:
+        """A request for each prompt, the first with handle 0. Raises InvalidRequest."""
+        ask, state = self._ask, self._state
+        return [
+            prepare(
+                state.client.info, ask.params, ids, handle=i * ask.params.n,
+                request_id=f"{ask.request_id}-{i}" if len(ask.prompts) > 1 else ask.request_id,
+                arrival=ask.arrival, max_logprobs=state.config.model.max_logprobs,
+                priority=ask.priority, salt=ask.salt, tenant=ask.tenant, weight=ask.weight,
+                bad_words=bad_words, grammar=ask.grammar,
+            )
+            for i, ids in enumerate(ask.prompts)
+        ]  # fmt: skip
 
     async def _bad_word_ids(self) -> list[list[int]]:
         words = self._ask.params.bad_words

@@ -40,6 +40,8 @@ class GrammarChecker:
         self._disable_any_whitespace = disable_any_whitespace
         self._process: asyncio.subprocess.Process | None = None
         self._next: asyncio.Task[None] | None = None  # starts another one
+        self._exchange: asyncio.Task[str] | None = None  # the latest question and its answer
+        self._closing = False
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()  # its digest -> its problem, or ""
@@ -66,9 +68,11 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """Ends the checker."""
-        if self._next is not None:
-            await asyncio.gather(self._next, return_exceptions=True)
+        self._closing = True
         await self._end()
+        tasks = [task for task in (self._exchange, self._next) if task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end()  # one that was being started
 
     async def _end(self) -> None:
         process, self._process = self._process, None
@@ -90,7 +94,17 @@ class GrammarChecker:
             self._num_waiting -= 1
 
     async def _answer(self, text: str) -> str:
-        """Of the checker, which is started again after one that it did not survive."""
+        """Of the checker. Where this is cancelled (a request's timeout) the exchange goes on by
+        itself: to end the checker would make all others wait for another one."""
+        if self._exchange is not None:
+            await asyncio.wait((self._exchange,))
+        self._exchange = asyncio.create_task(self._ask_checker(text))
+        # Where nobody waits for it any more, nobody asks for its error.
+        self._exchange.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._exchange)
+
+    async def _ask_checker(self, text: str) -> str:
+        """The checker is started again after a grammar that it did not survive."""
         if self._next is not None:
             await asyncio.gather(self._next, return_exceptions=True)
             self._next = None
@@ -114,7 +128,7 @@ class GrammarChecker:
                 f"{MEMORY_BYTES >> 20} MiB, or nests too deeply: simplify it"
             )
         finally:
-            if not done:  # cancelled ones too: the next must not read this one's answer
+            if not done and not self._closing:
                 self._next = asyncio.create_task(self._start_again())
 
     async def _start_again(self) -> None:

@@ -1,9 +1,9 @@
 """--api-server-count: further API processes on the same port, for the same engine.
 
-The first process is the server as ever: it owns the engine, starts the others, starts again those
-that die, and ends them with itself. Each has its own event loop, requests, keys and health; the
-kernel spreads the connections (SO_REUSEPORT). What they share is the engine (``engine.seats``) and
-the directory of its sockets, where each leaves its metrics for the others.
+The first process is the server it would be alone: it owns the engine, starts the others, restarts
+those that die, and ends them when it ends. Each has its own event loop, requests, keys and health;
+the kernel spreads the connections (SO_REUSEPORT). What they share is the engine (``engine.seats``)
+and the directory of its sockets, where each leaves its metrics for the others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ logger = logging.getLogger("octavo")
 
 READY = b"ready\n"  # what a process writes when it can serve
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before one that died is started again
+LOOK_SECONDS = 1.0  # between two looks at whether the others go on
+MOST_SILENCE = 10.0  # seconds without a snapshot of its metrics: its event loop stands still
 
 
 class MemberSettings(msgspec.Struct):
@@ -41,8 +43,8 @@ class MemberSettings(msgspec.Struct):
 
 
 class Group:
-    """The further processes, as the first one sees them. ``on_death``: told the seat of one that
-    has died, when nothing of it is left."""
+    """The further processes, as the first one sees them. ``on_death``: called with the seat and the
+    pid of one that has died."""
 
     def __init__(
         self, settings: MemberSettings, count: int, on_death: Callable[[int, int], None]
@@ -57,6 +59,7 @@ class Group:
     def start(self) -> None:
         for index in self._ready:
             self._tasks.append(asyncio.create_task(self._keep(index)))
+        self._tasks.append(asyncio.create_task(self._watch()))
 
     async def ready(self) -> None:
         await asyncio.gather(*(event.wait() for event in self._ready.values()))
@@ -82,13 +85,15 @@ class Group:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, index: int) -> None:
-        """Starts the process of that seat again and again."""
+        """Keeps a process in that seat: starts it, and another whenever it dies."""
         loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE
         while not self._ending:
             began = loop.time()
             process = await self._spawn(index)
             self._processes[index] = process
+            if self._ending:  # ``signal`` came before the process was known
+                process.kill()
             assert process.stdout is not None
             while line := await process.stdout.readline():
                 if line == READY:
@@ -103,6 +108,30 @@ class Group:
                 "API process %d ended with code %d; starting it again in %g s", index, code, pause
             )
             await asyncio.sleep(pause)
+
+    async def _watch(self) -> None:
+        """Kills a process that stands still: it would be given connections and never answer."""
+        loop, board = asyncio.get_running_loop(), Board(Path(self._settings.directory))
+        since: dict[int, tuple[int, float]] = {}  # pid -> its last snapshot, and when it was new
+        looked = loop.time()
+        while not self._ending:
+            await asyncio.sleep(LOOK_SECONDS)
+            before, looked = looked, loop.time()
+            if looked - before > 2 * LOOK_SECONDS:
+                since.clear()  # this process was held up itself, perhaps with all others
+            for index, process in self._processes.items():
+                version = board.version(process.pid)
+                known = since.get(process.pid)
+                if version is None or process.returncode is not None:
+                    since.pop(process.pid, None)
+                elif known is None or known[0] != version:
+                    since[process.pid] = version, looked
+                elif looked - known[1] > MOST_SILENCE:
+                    logger.error(
+                        "API process %d has stood still for %.0f s: killing it",
+                        index, looked - known[1],
+                    )  # fmt: skip
+                    process.kill()
 
     async def _spawn(self, index: int) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
@@ -130,7 +159,7 @@ class Board:
         self._own = directory / f"metrics-{os.getpid()}"
 
     def write(self, raw: bytes) -> None:
-        """Ours, in place of the one before."""
+        """Replaces our snapshot."""
         new = self._own.with_suffix(".new")
         with contextlib.suppress(OSError):  # the first process has ended, and removed everything
             new.write_bytes(raw)
@@ -144,8 +173,19 @@ class Board:
                     found.append(path.read_bytes())
         return found
 
-    def settle(self, pid: int, change: Callable[[bytes], bytes]) -> None:
-        """The last snapshot of a process that has died, changed to one of a process that ended."""
+    def version(self, pid: int) -> int | None:
+        """Changes with each snapshot that a process writes; None before the first."""
+        try:
+            return (self._directory / f"metrics-{pid}").stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def take(self, pid: int) -> bytes | None:
+        """The last snapshot of a process that has died, which is removed; None if it left none."""
         path = self._directory / f"metrics-{pid}"
-        with contextlib.suppress(OSError):
-            path.write_bytes(change(path.read_bytes()))
+        try:
+            raw = path.read_bytes()
+            path.unlink()
+        except OSError:
+            return None
+        return raw

@@ -1,7 +1,7 @@
 """API keys: who they belong to, what they may do, and the file they are read from.
 
 Keys are kept as digests only: SHA-256, as ``--api-key-file`` may hold them too, and that under a
-secret of this process, so that neither the lookup nor its time tells anything of a key.
+secret of this process, so that neither a lookup nor its time reveals anything about a key.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """``name`` is the tenant: whose cached blocks and whose share of the queue. Several keys of one
-    name are one tenant (to change a key without losing either)."""
+    """``name`` is the tenant, who owns cached blocks and a share of the queue. Several keys of one
+    name are one tenant, so that a key can be replaced without losing either."""
 
     name: str
     digest: bytes

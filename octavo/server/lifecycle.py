@@ -165,7 +165,7 @@ class Server:
             ended = await self._until(self._client.ready())
             if ended or (self._group is not None and await self._until(self._group.ready())):
                 return 0
-            if self._listener is None:  # nobody is sent to a further process before it can serve
+            if self._listener is None:  # a further process takes no connection before it can serve
                 self._listener, self._address = bind(self._server, checked=True)
                 http = self._listen(self._listener)
             self._announce()
@@ -247,9 +247,8 @@ class Server:
         self._state.metrics.size_by_tokens(info.max_model_len)
         if self._seat.count > 1:
             self._state.metrics.share(Board(self._client.directory))
-        if (
-            self._state.tokenizer is not None and not self._seat.index
-        ):  # the engine makes its tables while it is idle
+        if self._state.tokenizer is not None and self._seat.index == 0:
+            # The engine makes its tables of it while it is idle.
             self._client.send_vocabulary(self._state.vocabulary())
         collector.settle()
         self._state.loaded = True
@@ -316,7 +315,7 @@ class Server:
         deadline = time.monotonic() + timeout
         while self._state.num_in_flight and self._signals < 2 and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        if self._group is not None:  # they have had as long; then their last events
+        if self._group is not None:  # they drain as long, then write their last events
             with contextlib.suppress(TimeoutError):
                 left = max(0.0, deadline - time.monotonic())
                 await asyncio.wait_for(self._group.ended(), left + MEMBER_SECONDS)

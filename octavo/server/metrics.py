@@ -9,8 +9,7 @@ token; decode = first → last token; inference = first scheduled → last token
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -24,26 +23,22 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from octavo.engine.client import REJECTED, ProcessClient
-from octavo.engine.messages import EngineStats
+from octavo.engine.client import ProcessClient
+from octavo.engine.messages import REJECTED, EngineStats
 from octavo.server.group import Board
+from octavo.server.histograms import (
+    FIRST_TOKEN_BUCKETS,
+    N_BUCKETS,
+    PER_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    STEP_BUCKETS,
+    STEP_TOKEN_BUCKETS,
+    Histogram,
+    token_buckets,
+)
 from octavo.server.totals import Totals, summed
 from octavo.types import FinishReason, RequestTimings, SamplingParams
 
-FIRST_TOKEN_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
-    80, 160, 640, 2560,
-)  # fmt: skip
-PER_TOKEN_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
-    7.5, 10, 20, 40, 80,
-)  # fmt: skip
-REQUEST_BUCKETS = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
-STEP_BUCKETS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
-STEP_TOKEN_BUCKETS = (1, 8, *(2**k for k in range(4, 15)))
-N_BUCKETS = (1, 2, 5, 10, 20)
 # Histograms that each API process has its part of; those of steps are the engine's.
 SUMMED = (
     *("first_token", "inter_token", "per_output_token", "request", "queue", "inference"),
@@ -53,36 +48,6 @@ SUMMED = (
 BOARD_SECONDS = 0.25
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Totals).decode
-
-
-def token_buckets(limit: int) -> tuple[int, ...]:
-    """1-2-5 up to ``limit``, e.g. 1, 2, 5, 10, 20, 50, 100 for 100."""
-    powers = range(len(str(limit)))
-    return tuple(v for p in powers for m in (1, 2, 5) if (v := m * 10**p) <= limit)
-
-
-class Histogram:
-    """Counts per bucket (upper bounds, inclusive) and the sum."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
-        names = [str(float(bound)) for bound in self.bounds] + ["+Inf"]
-        running, result = 0, []
-        for name, count in zip(names, self.counts):
-            running += count
-            result.append((name, float(running)))
-        return result
 
 
 class Metrics(Collector):
@@ -111,6 +76,7 @@ class Metrics(Collector):
         self.size_by_tokens(max_model_len)
         self.in_flight: Callable[[], int] = lambda: 0  # HTTP requests; set by their owner
         self._board: Board | None = None  # of several API processes
+        self._departed = Totals()
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -125,10 +91,10 @@ class Metrics(Collector):
     # ---- several API processes ----
 
     def own(self) -> Totals:
-        """What this process has counted."""
+        """What this process has counted, and those that it has survived."""
         client = self._client
         histograms = {name: getattr(self, name) for name in SUMMED}
-        return Totals(
+        counted = Totals(
             num_in_flight=self.in_flight(),
             num_running=client.num_running,
             num_waiting=client.num_waiting,
@@ -142,6 +108,7 @@ class Metrics(Collector):
             refused={str(status): count for status, count in self.refused.items()},
             histograms={name: (h.counts, h.total) for name, h in histograms.items()},
         )
+        return summed([counted, self._departed])
 
     def totals(self) -> Totals:
         """The sum over all API processes: of the others what they wrote last, at most
@@ -164,9 +131,10 @@ class Metrics(Collector):
             self._board.write(_encode(self.own()))
 
     def settle_member(self, pid: int) -> None:
-        """The process has died: what was open in it counts as aborted."""
-        if self._board is not None:
-            self._board.settle(pid, lambda raw: _encode(_decode(raw).after_death()))
+        """The process has died: its counts are ours from now on, what was open in it is aborted."""
+        if self._board is not None and (raw := self._board.take(pid)) is not None:
+            self._departed = summed([self._departed, _decode(raw).after_death()])
+            self._board.write(_encode(self.own()))
 
     # ---- measured in passing ----
 
@@ -214,7 +182,7 @@ class Metrics(Collector):
         return encode(self.registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """Counts are summed over all API processes; what the engine says is told once."""
+        """Counts are summed over all API processes; the engine's own figures appear once."""
         totals = self.totals()
         yield from self._gauges(totals)
         yield from self._counters(totals)

@@ -53,6 +53,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
+class ForModel(Body):
+    """The body of a route of the model; None: the one that is served."""
+
+    model: str | None = None
+
+
 class StreamOptions(Body):
     include_usage: Bool | None = None
     continuous_usage_stats: Bool | None = None
@@ -90,10 +96,9 @@ class StructuredOutputs(Body):
     whitespace_pattern: str | None = None
 
 
-class GenerationRequest(Body):
+class GenerationRequest(ForModel):
     """Fields shared by both generating routes."""
 
-    model: str | None = None
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
     n: Int | None = None
@@ -136,7 +141,7 @@ class GenerationRequest(Body):
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    parallel_tool_calls: Bool | None = None
+    parallel_tool_calls: Bool | None = None  # of chat; a completion calls nothing
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # Older names of the same.
@@ -208,20 +213,18 @@ class ChatRequest(GenerationRequest, ChatFields):
     include_reasoning: Bool | None = None
 
 
-class TokenizeRequest(ChatFields):
+class TokenizeRequest(ForModel, ChatFields):
     """Exactly one of ``prompt`` and ``messages``."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: Bool | None = None
     return_token_strs: Bool | None = None
 
 
-class EmbeddingRequest(ChatFields):
+class EmbeddingRequest(ForModel, ChatFields):
     """Exactly one of ``input`` and ``messages``."""
 
-    model: str | None = None
     input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = Field(
         None, description="text, a list of texts, token ids, or a list of token id lists"
     )
@@ -240,8 +243,7 @@ class EmbeddingRequest(ChatFields):
     user: str | None = None
 
 
-class DetokenizeRequest(Body):
-    model: str | None = None
+class DetokenizeRequest(ForModel):
     tokens: TokenIds
     skip_special_tokens: Bool | None = None
 

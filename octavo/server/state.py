@@ -116,11 +116,10 @@ class ServerState:
     def vocabulary(self) -> Vocabulary:
         """The tokens of the model, as a grammar's matcher knows them. Raises InvalidRequest without
         a tokenizer."""
-        tokenizer = self.require_tokenizer("structured_outputs")
-        size = self.client.info.vocab_size
-        table = self.byte_table[:size] + [b""] * (size - len(self.byte_table))
-        special = sorted(index for index in tokenizer.special_ids if index < size)
-        return Vocabulary(table, special, self.client.info.eos_ids)
+        tokenizer, info = self.require_tokenizer("structured_outputs"), self.client.info
+        return Vocabulary.of_model(
+            info.vocab_size, self.byte_table, tokenizer.special_ids, info.eos_ids
+        )
 
     def check_text_length(self, num_chars: int, param: str) -> None:
         """Raises InvalidRequest for a text that cannot fit, before minutes are spent on it."""

@@ -15,10 +15,10 @@ from octavo.types import FinishReason, InvalidRequest
 
 
 class Submission:
-    """From the first ``submit`` until ``close`` the HTTP request counts as in flight, its client's
-    end is watched for, and its timeout runs. Work that goes batch by batch (parts of a long list,
-    steps of a search) submits again: the queue's bounds hold for the first batch, later ones go on
-    with what was admitted."""
+    """From the first ``submit`` until ``close`` the HTTP request counts as in flight, its timeout
+    runs, and it is noticed when the client leaves. Work that goes batch by batch (parts of a long
+    list, steps of a search) submits again: the queue's bounds hold for the first batch only, as
+    later ones continue what was admitted."""
 
     def __init__(
         self,

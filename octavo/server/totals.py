@@ -12,8 +12,8 @@ Counts = tuple[list[int], float]  # of a histogram's buckets, and the sum of its
 
 
 class Totals(msgspec.Struct):
-    """Adds up to the same whoever adds it: requests admitted are those ended, refused by the
-    engine, running and waiting, in each process and in the sum."""
+    """In each process, and hence in the sum, the requests admitted equal those that ended, were
+    refused by the engine, run and wait."""
 
     num_in_flight: int = 0  # HTTP requests
     num_running: int = 0  # sequences
@@ -29,7 +29,7 @@ class Totals(msgspec.Struct):
     histograms: dict[str, Counts] = {}
 
     def after_death(self) -> Totals:
-        """Of a process that died in the midst of it: what was open is aborted."""
+        """The last counts of a process that died: what it had open counts as aborted."""
         ended = dict(self.ended)
         aborted = FinishReason.ABORT.value
         ended[aborted] = ended.get(aborted, 0) + self.num_running + self.num_waiting

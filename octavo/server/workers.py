@@ -1,4 +1,4 @@
-"""Work that would hold up the event loop: long texts, templates, large bodies and answers.
+"""Threads for work that would hold up the event loop: long texts, templates, large bodies, answers.
 
 A few threads take it. What they do in Rust (tokenizing) leaves Python to the loop; what they do in
 Python shares it with the loop, which waits at most ``SWITCH_INTERVAL`` for its turn. One call of C

@@ -23,7 +23,7 @@ class Constraints:
     the rows of slots that ``fill`` was called with."""
 
     def __init__(self, max_slots: int, vocab_size: int, grammars: Grammars | None) -> None:
-        # Of zeros that nobody has written: memory is taken for the slots that use it.
+        # Untouched zeros take no memory: only the slots that use their rows do.
         self.masks: Int32 = np.zeros((max_slots, -(-vocab_size // 32)), dtype=np.int32)
         self._grammars = grammars
         self._matchers: dict[int, Matcher] = {}
@@ -46,7 +46,7 @@ class Constraints:
         self._matchers.pop(slot, None)
 
     def of(self, slots: Sequence[int]) -> list[Matcher | None]:
-        """Who follows what these slots draw now: they stay the same when a slot changes hands."""
+        """The matchers of what these slots draw now, whoever has the slots later."""
         return [self._matchers.get(slot) for slot in slots]
 
     def fill(self, slots: Sequence[int]) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.config import EngineConfig, available_cores, available_memory
+from octavo.config import EngineConfig
 from octavo.core.plan import SAMPLE, NewRequest, StepPlan, StepResult
 from octavo.grammar.grammars import Grammars
+from octavo.machine import available_cores, available_memory
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.types import Progress, SamplingParams
@@ -27,7 +28,7 @@ from octavo.worker.slots import Slots
 
 # Logits are computed for so many bytes of rows at a time.
 LOGITS_BYTES = 64 << 20
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 15
 WARM_UP_SECONDS = 0.5
 
 
@@ -195,7 +196,8 @@ class Runner:
         """One small prompt and one token after it, so that the first request finds threads, kernels
         and allocator ready. Leaves nothing behind but values in free blocks."""
         began = time.perf_counter()
-        length = min(WARM_UP_TOKENS, self.slots.max_len, num_blocks * self.slots.block_size) - 1
+        longest = min(self.slots.max_len, num_blocks * self.slots.block_size) - 1
+        length = min(WARM_UP_TOKENS, longest, self.batches.max_tokens)
         if length < 1:
             return
         params = SamplingParams(temperature=0.8, top_p=0.95)

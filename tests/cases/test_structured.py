@@ -50,7 +50,7 @@ def busy(model_r: Path) -> Iterator[tuple[Server, subprocess.Popen[str]]]:
     """R, and a client of its own process that streams from it all the time."""
     with server.start(model_r, "--disable-uvicorn-access-log") as running:
         script = Path(__file__).parents[1] / "server/watch_stream.py"
-        command = [sys.executable, str(script), "127.0.0.1", str(running.port), "1900"]
+        command = [sys.executable, str(script), "127.0.0.1", str(running.port), "300"]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -111,17 +111,16 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("strict", [True, False, None])
-def test_what_is_answered_validates_or_nothing_is(random_model: Server, name: str, strict: Any):
-    """T28: an independent validator takes every finished answer."""
+def test_what_is_answered_validates_or_nothing_is(random_model: Server, name: str):
+    """T28: an independent validator takes every finished answer, strict or not."""
     schema = SCHEMAS[name]
-    form = {"name": name, "schema": schema, **({} if strict is None else {"strict": strict})}
-    given = {"response_format": {"type": "json_schema", "json_schema": form}}
     num_whole = 0
-    for route in (COMPLETIONS, CHAT):
+    for route, strict in ((COMPLETIONS, {}), (CHAT, {"strict": True}), (CHAT, {"strict": False})):
+        form = {"name": name, "schema": schema, **strict}
+        given = {"response_format": {"type": "json_schema", "json_schema": form}}
         # Braces and quotes are likely, or a model that knows nothing would go on for ever.
         likely = {"97": 3, "64": 3, "6": 3, "38": 3}
-        body = question(route, "x", n=6, temperature=1, seed=3, max_tokens=120,
+        body = question(route, "x", n=4, temperature=1, seed=3, max_tokens=60,
                         logit_bias=likely, **given)  # fmt: skip
         choices, _ = same_both_ways(random_model, route, **body)
         for choice in choices:

@@ -8,15 +8,10 @@ import pytest
 
 from octavo.cli import chat, serve
 from octavo.cli.arguments import Arguments, HelpRequested, kind_of, parse, to_tokens
+from octavo.cli.foreign_flags import FLAGS_OF_LATER_VERSIONS, RETIRED_FLAGS, RETIRED_SWITCHES
 from octavo.cli.help import command_help
-from octavo.config import (
-    FLAGS_OF_LATER_VERSIONS,
-    RETIRED_FLAGS,
-    RETIRED_SWITCHES,
-    EngineConfig,
-    ServerConfig,
-    flag_fields,
-)
+from octavo.config import EngineConfig, ServerConfig
+from octavo.flags import flag_fields
 from octavo.types import ConfigError
 
 # Every flag that users of vLLM bring, with a value as they write it. "later" ends with exit 2.

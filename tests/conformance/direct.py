@@ -51,9 +51,9 @@ def score(model: Any, pairs: list[tuple[list[int], dict[str, Any]]]) -> None:
     counts can see it."""
     rows = [torch.tensor([*context, *choice["ids"]]) for context, choice in pairs]
     batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    for (context, choice), logits in zip(pairs, model(batch).logits):
+    for (context, choice), states in zip(pairs, model.model(batch).last_hidden_state):
         end = len(context) + len(choice["ids"]) - 1
-        logprobs = logits[len(context) - 1 : end].log_softmax(-1)
+        logprobs = model.lm_head(states[len(context) - 1 : end]).log_softmax(-1)
         own = torch.tensor(choice["ids"])
         choice["logprob"] = float(logprobs.gather(1, own[:, None]).sum())
         choice["greedy"] = bool((logprobs.argmax(-1) == own).all())

@@ -232,7 +232,7 @@ def test_drain_finishes_what_runs_then_the_process_ends_without_alarm():
                 client.submit([request(client, "say:late")])
             tokens, _ = await collect(stream)
             assert len(tokens) == 10
-            assert await asyncio.wait_for(client._process.wait(), 2) == 0
+            assert await asyncio.wait_for(client._child.wait(), 2) == 0
             await asyncio.sleep(0.05)
             assert client.alive
 

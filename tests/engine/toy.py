@@ -6,10 +6,11 @@ from collections import deque
 
 import numpy as np
 
-from octavo.config import EngineConfig, from_flags
+from octavo.config import EngineConfig
 from octavo.core.plan import SAMPLE, Logprobs, StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.messages import AddRequest, EngineInfo, pack_ids
+from octavo.flags import from_flags
 from octavo.types import SamplingParams, StepFailed
 
 VOCABULARY = 1000

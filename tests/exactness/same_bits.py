@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import LLM, SamplingParams
-from octavo.types import RequestOutput
+from octavo.outputs import RequestOutput
 from tests.fixtures import gguf_files, models, tokenizers
 
 CONFIG = dict(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.types import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, RequestOutput
 from tests.fixtures import models
 from tests.fixtures.oracle import Oracle, oracle
 

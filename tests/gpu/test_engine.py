@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo import LLM, SamplingParams
-from octavo.types import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.worker import device
 from tests.exactness.law import EOS, Law, Verdict
 from tests.fixtures import models

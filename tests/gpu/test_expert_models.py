@@ -22,7 +22,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo import LLM, SamplingParams
-from octavo.types import RequestOutput
+from octavo.outputs import RequestOutput
 from octavo.worker import device
 from tests.model.expert_families import FAMILIES
 from tests.model.running import write_checkpoint

@@ -102,6 +102,22 @@ def test_one_who_leaves_does_not_leave_an_answer_for_another() -> None:
     run(work)
 
 
+def test_requests_that_are_given_up_do_not_cost_others_the_checker() -> None:
+    async def work(checker: GrammarChecker) -> None:
+        await checker.text(GOOD)
+        process = checker._process
+        for index in range(20):
+            given_up = asyncio.ensure_future(
+                checker.text(StructuredOutputsParams(regex=f"(a|b){{{index}}}c+"))
+            )
+            await asyncio.sleep(0.002)
+            given_up.cancel()
+        assert await checker.text(StructuredOutputsParams(regex="next"))
+        assert checker._process is process
+
+    run(work)
+
+
 def test_the_checker_ends_with_its_server() -> None:
     async def main() -> int:
         checker = GrammarChecker(lambda: VOCABULARY, lambda: SPECIAL)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import time
 import tracemalloc
 from typing import Any
 
 import pytest
 
-from octavo.grammar.compile import MOST_BYTES
+from octavo.grammar.compile import MOST_BYTES, grammar_text
 from octavo.grammar.keywords import check_keywords
 from octavo.types import InvalidRequest, StructuredOutputsParams
 from tests.grammar import walks
@@ -80,7 +82,8 @@ def test_a_schema_is_refused_naming_the_place(schema: Any, where: str) -> None:
     [
         ("$schema", "https://json-schema.org/draft/2020-12/schema"),
         ("title", "T"), ("description", "D"), ("default", 1), ("examples", [1]),
-        ("deprecated", True), ("x-order", 3), ("$comment", "c"), ("readOnly", True),
+        ("uniqueItems", False), ("nullable", False), ("deprecated", True), ("x-order", 3),
+        ("$comment", "c"), ("readOnly", True),
     ],
 )  # fmt: skip
 def test_what_says_nothing_about_values_is_passed_over(keyword: str, value: Any) -> None:
@@ -245,6 +248,7 @@ def test_a_structural_tag_takes_its_texts_and_no_others(name: str) -> None:
         ({"type": "x"}, ".type is 'x'"),
         ({"type": "structural_tag"}, ".structures must be a list"),
         ({**OLDER, "triggers": ["<g"]}, ".tags[0] begins with '<f=a>'"),
+        ({**OLDER, "triggers": ["<g"] * 1001}, ".triggers has 1,001 entries; at most 1,000"),
         ({**OLDER, "format": TEXT}, ".format and structures"),
         ({"type": "structural_tag", "format": {"type": "grammar"}}, "format.type is 'grammar'"),
         ({"type": "structural_tag", "format": {"type": {}}}, "format.type is {}"),
@@ -272,6 +276,19 @@ def test_a_structural_tag_takes_its_texts_and_no_others(name: str) -> None:
 )
 def test_a_structural_tag_is_refused_naming_the_place(given: Any, where: str) -> None:
     assert where in problem(structural_tag=given)
+
+
+def test_a_text_of_nothing_but_special_tokens_takes_time_linear_in_its_length() -> None:
+    """A quarter of a MiB of names: the search for each among all that is left takes minutes."""
+    special = {f"<|name_{i}|>": i for i in range(200)} | {"<|name_1": 900}
+    value = "".join(f"<|name_{i % 200}|>" for i in range(20_000)) + "<|name_1x"
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": value}}
+    began = time.process_time()
+    text = grammar_text(StructuredOutputsParams(structural_tag=tag), special)
+    assert time.process_time() - began < 5
+    found = re.findall(r"<\[(\d+)\]>", text)  # the longest name counts, where one begins another
+    assert [int(index) for index in found] == [*(i % 200 for i in range(20_000)), 900]
+    assert json.loads(text)["grammars"][1]["lark_grammar"].endswith('<[900]> "x"')
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.config import EngineConfig, ModelConfig, from_flags
+from octavo.config import EngineConfig, ModelConfig
+from octavo.flags import from_flags
 from octavo.model.facts import default_sampling, eos_ids, read_spec
 from octavo.model.loader.load import load_model, open_source
 from octavo.model.loader.source import check_complete

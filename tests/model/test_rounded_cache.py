@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.config import EngineConfig, from_flags
+from octavo.config import EngineConfig
+from octavo.flags import from_flags
 from octavo.model.loader.load import load_model
 from octavo.ops.native import library
 from octavo.types import ConfigError

@@ -78,6 +78,14 @@ def samples(client):
     return {name: float(value) for name, _, value in pairs}
 
 
+def healthy(server):
+    """Of a process that is being killed, connections may still be taken, and reset."""
+    try:
+        return httpx.get(f"{server.url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def total(found, name):
     return sum(value for key, value in found.items() if key.partition("{")[0] == name)
 
@@ -150,10 +158,10 @@ def test_a_process_that_dies_costs_only_its_own_requests_and_is_started_again():
         os.kill(second.process["pid"], signal.SIGKILL)
         dying.join(5)
         assert dying.error is not None
-        assert first.http.get("/health").status_code == 200
+        wait(lambda: healthy(server))
         assert staying.end() == "data: [DONE]"
         wait(lambda: len(server.api_pids()) == 2 and server.api_pids()[1] != second.process["pid"])
-        wait(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+        wait(lambda: healthy(server))
         _, again = one_of_each(server)
         assert again.http.post("/v1/completions", json={"prompt": "say:x"}).status_code == 200
         server.wait_idle()
@@ -228,3 +236,30 @@ def test_sums_of_totals():
     assert both.ended == {"stop": 4, "abort": 3}
     assert both.histograms == {"queue": ([2, 0], 1.0)}
     assert json.loads(json.dumps(one.histograms)) == {"queue": [[1, 0], 0.5]}, "not changed"
+
+
+def test_a_list_longer_than_a_process_may_queue_is_taken_in_parts():
+    engine, limits = {"step_seconds": 0.02, "max_num_seqs": 4}, {"max_num_queued_reqs": 4}
+    with mock_server.start(engine=engine, server=TWO, scheduler=limits) as server:
+        client = one_of_each(server)[1]
+        running = [Stream(client, max_tokens=60) for _ in range(4)]  # all places
+        while server.metric("vllm:num_requests_running") < 4:
+            time.sleep(0.02)
+        answer = client.http.post("/v1/embeddings", json={"input": [[i, 7] for i in range(9)]})
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["data"]) == 9
+        for stream in running:
+            assert "[DONE]" in stream.end()
+
+
+def test_a_process_that_stands_still_is_replaced():
+    with mock_server.start(engine=SLOW, server=TWO) as server:
+        stuck = server.api_pids()[1]
+        os.kill(stuck, signal.SIGSTOP)
+        wait(lambda: stuck not in server.api_pids(), 30, "it was left as it was")
+        wait(lambda: len(server.api_pids()) == 2, 30)
+        assert "has stood still" in server.log
+        second = one_of_each(server)[1]
+        assert second.process["pid"] not in (server.process.pid, stuck)
+        answer = second.http.post("/v1/completions", json={"prompt": "say:hi", "max_tokens": 9})
+        assert answer.json()["choices"][0]["text"] == "hi"

@@ -36,6 +36,11 @@ def messages(count: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": "x"}] * count
 
 
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", **schema}
+    return {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+
+
 def nested(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -92,6 +97,26 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any], int]] = {
         lambda: {"prompt": "say:" + "x" * 500, "stop": ["é" * 32] * 1000, "max_tokens": 99},
         200,
     ),
+    "schema_of_thousands_of_fields": (
+        CHAT,
+        lambda: chat(
+            response_format=json_schema(
+                {
+                    "properties": {
+                        f"f{i}": {"type": "string", "pattern": f"a{{{i}}}b*"} for i in range(5000)
+                    }
+                }
+            )
+        ),
+        400,
+    ),
+    "regex_that_explodes": (
+        TEXT,
+        lambda: {"prompt": "say:x", "structured_outputs": {"regex": "(((a?){99}){99}){99}b"}},
+        200,
+    ),
+    "texts_to_be_embedded": ("/v1/embeddings", lambda: {"input": [WORDS * 60] * 2000}, 200),
+    "a_long_text_to_be_rendered": (CHAT + "/render", lambda: chat(user=WORDS * 9000), 200),
     "broken_json": (TEXT, lambda: b'{"prompt":[' + b"1," * 490_000, 400),
     "quotes_without_end": (TEXT, lambda: b'{"prompt":"' + b'\\"' * 9_000_000, 400),
     "ids_to_text": ("/detokenize", lambda: {"tokens": [97] * 900_000}, 200),

@@ -13,10 +13,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from octavo.config import EngineConfig, from_flags
+from octavo.config import EngineConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.engine.engine import Engine, Executor
 from octavo.engine.messages import AddRequest, EngineInfo, pack_ids
+from octavo.flags import from_flags
 from octavo.types import FinishReason, Pooling, SamplingParams
 from octavo.worker.executor import CudaExecutor
 from octavo.worker.runner import Runner

@@ -66,7 +66,8 @@ def test_a_gpu_that_gives_no_context_ends_the_start(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_worker_says_which_device_and_why(monkeypatch, model_r) -> None:
-    from octavo.config import EngineConfig, from_flags
+    from octavo.config import EngineConfig
+    from octavo.flags import from_flags
 
     reason = "no NVIDIA GPU that torch can use"
     monkeypatch.setattr(devices, "choose_device", lambda: Device("cpu", reason))

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.config import EngineConfig, from_flags
+from octavo.config import EngineConfig
+from octavo.flags import from_flags
 from octavo.types import ConfigError
 from octavo.worker.gpu_memory import (
     MARGIN,

@@ -15,9 +15,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from octavo.config import EngineConfig, from_flags
+from octavo.config import EngineConfig
 from octavo.engine.engine import Engine, Executor
 from octavo.engine.messages import AddRequest, EngineInfo, pack_ids
+from octavo.flags import from_flags
 from octavo.grammar.compile import grammar_text
 from octavo.grammar.grammars import Grammars
 from octavo.grammar.vocabulary import Vocabulary

@@ -14,7 +14,8 @@ import torch
 
 from octavo.cli.bench.latency import profile_report
 from octavo.cli.main import main
-from octavo.config import EngineConfig, from_flags
+from octavo.config import EngineConfig
+from octavo.flags import from_flags
 from octavo.llm import LLM
 from octavo.types import ConfigError, SamplingParams
 from octavo.worker import profile as profiles

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from octavo.config import flag
+from octavo.flags import flag
 from octavo.types import ConfigError
 
 # Without a tokenizer, ids are drawn from here: above the control tokens, inside any vocabulary.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.arguments import Arguments
-from octavo.config import EngineConfig, flag_fields
+from octavo.config import EngineConfig
+from octavo.flags import flag_fields
 
 if TYPE_CHECKING:
     from octavo.llm import LLM

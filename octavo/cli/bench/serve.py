@@ -16,7 +16,8 @@ from octavo.cli.bench.datasets import DatasetOptions, Tokens, load_dataset
 from octavo.cli.bench.load import Target, Trace, arrival_times, send_all
 from octavo.cli.connection import Connection
 from octavo.cli.console import CountLine, PhaseLine, table
-from octavo.config import environment_api_keys, flag
+from octavo.config import environment_api_keys
+from octavo.flags import flag
 from octavo.types import ConfigError, OctavoError
 
 

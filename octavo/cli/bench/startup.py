@@ -12,7 +12,8 @@ from octavo.checkpoint.locate import locate
 from octavo.cli.arguments import Arguments, Command, to_tokens
 from octavo.cli.console import CountLine, PhaseLine, table
 from octavo.cli.local_server import local_server
-from octavo.config import EngineConfig, flag
+from octavo.config import EngineConfig
+from octavo.flags import flag
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from octavo.cli.arguments import Arguments, Command
 from octavo.cli.bench.datasets import DatasetOptions, load_dataset
 from octavo.cli.bench.offline import as_prompt, load_llm
 from octavo.cli.console import table
-from octavo.config import EngineConfig, flag
+from octavo.config import EngineConfig
+from octavo.flags import flag
 from octavo.types import SamplingParams
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from octavo.checkpoint.gguf import GGUFFile
-from octavo.config import GIB, EngineConfig, ModelConfig, available_memory
+from octavo.config import GIB, EngineConfig, ModelConfig
+from octavo.machine import available_memory
 from octavo.model.decoder import Model
 from octavo.model.dtype import choose_dtype
 from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_config

@@ -12,7 +12,6 @@ from torch import Tensor
 
 BLOCK = 32  # values
 BLOCK_BYTES = BLOCK // 2
-_SCALE_BIAS = 127
 _NOT_A_NUMBER = 255
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its three lower bits
 _BLOCKS_AT_A_TIME = 1 << 20  # keeps FP32 intermediates under 150 MB

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.config import available_cores
+from octavo.machine import available_cores
 from octavo.types import ConfigError
 
 READERS = 8

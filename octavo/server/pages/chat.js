@@ -64,8 +64,8 @@ async function connect() {
     select.disabled = names.length < 2;
     report("ready", "");
   } catch (error) {
-    if (error.status === 401) {
-      report("broken", "an API key is needed");
+    if (error.status === 401 || error.status === 403) {
+      report("broken", error.status === 401 ? "an API key is needed" : "this API key may not chat");
       if (!at("settings").open) openSettings(at("key"));
       return;
     }

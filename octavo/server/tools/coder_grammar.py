@@ -15,8 +15,8 @@ _END = "\n</parameter>\n"
 
 def coder_parameters(lark: Lark, schema: Mapping[str, Any], strict: bool) -> str:
     """An expression for the blocks of all parameters, in the schema's order. Raises InvalidRequest
-    where the schema says what texts cannot be held to; what it says of strings is let pass when the
-    function is not ``strict``."""
+    for keywords that cannot be enforced on values written as text; those for strings are ignored
+    where the function is not ``strict``."""
     properties, required = members_of(schema, _FORMAT)
     return " ".join(
         _parameter(lark, name, value, schema, strict) + ("" if name in required else "?")

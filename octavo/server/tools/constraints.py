@@ -257,7 +257,7 @@ def _openai(w: Writer) -> Written:
     if not w.lark.marks.is_token(harmony.END):  # nothing would tell text from its end
         raise InvalidRequest(
             "this model's vocabulary has no tokens of the openai format, so its calls cannot be "
-            "constrained: no strict functions, please",
+            "constrained: leave out strict, and tool_choice required or a name",
             "tools",
         )
     channel, message = w.lark.mark(harmony.CHANNEL), w.lark.mark(harmony.MESSAGE)

@@ -40,7 +40,7 @@ class Arguments:
 
 @dataclass(slots=True)
 class CallEnd:
-    """``whole``: the arguments are a JSON object. Else the call came to nothing: its raw text
+    """``whole``: the arguments are a JSON object. Otherwise it was no call, and its raw text
     follows as content."""
 
     index: int
@@ -133,7 +133,7 @@ class Sink:
         self._open = -1
 
     def abandon(self) -> None:
-        """The call that is open, if one is, comes to nothing."""
+        """Drops the open call, if there is one: it turned out not to be a call."""
         self._dropping = False
         if self._open >= 0:
             self._add(CallEnd(self._open, whole=False))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.grammar.keywords import ENFORCED, LISTS, MAPS, SINGLE
+from octavo.grammar.regexes import literal
 from octavo.server.tools.marks import Marks
 from octavo.types import InvalidRequest
 
@@ -73,7 +74,7 @@ class Lark:
         """Any text in which the marks are not."""
         if not marks:
             return self.any_text()
-        return self.excluding(f"(?s:.*)({'|'.join(map(_escaped, marks))})(?s:.*)")
+        return self.excluding(f"(?s:.*)({'|'.join(map(literal, marks))})(?s:.*)")
 
     def excluding(self, regex: str) -> str:
         """Any text that the regex does not match. (A complement alone has special tokens in it.)"""
@@ -87,10 +88,6 @@ class Lark:
         if not several:
             return item
         return self.rule(f"{item} ({self.literal(separator)} {item})*")
-
-
-def _escaped(text: str) -> str:
-    return "".join(c if c.isalnum() and c.isascii() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def closed(schema: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Source:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    # ---- what was read, in case it comes to nothing ----
+    # ---- what was read, in case it turns out to be no call ----
 
     def record(self) -> None:
         """Begins to keep what is read."""

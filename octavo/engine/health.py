@@ -1,0 +1,43 @@
+"""Whether an engine makes progress, judged by its client from what it hears."""
+
+from __future__ import annotations
+
+from octavo.engine.messages import Heartbeat
+
+HEARTBEAT_LIMIT = 1.5  # seconds; the engine beats every 0.5 s
+
+
+class Health:
+    """``stalled``: why streams cannot go on now, until heartbeats return; ``death``: why none will
+    any more; "" where there is no reason. Times are ``time.monotonic()`` seconds."""
+
+    def __init__(self, step_deadline: float) -> None:
+        self._deadline = step_deadline
+        self._last_beat = 0.0
+        self._step_age = 0.0
+        self.stalled = ""
+        self.death = ""
+
+    def begin(self, now: float) -> None:
+        """The engine has loaded: from now on it has to be heard."""
+        self._last_beat = now
+
+    def hear(self, beat: Heartbeat) -> None:
+        self._last_beat = max(self._last_beat, beat.time)
+        self._step_age = beat.step_age
+
+    def judge(self, now: float) -> str:
+        """Updates ``stalled``. Returns why the engine must be ended, or ""."""
+        silence = now - self._last_beat
+        if silence > max(self._deadline, HEARTBEAT_LIMIT):
+            return f"the engine has not answered for {silence:.1f} s (--step-deadline)"
+        if silence > HEARTBEAT_LIMIT:
+            self.stalled = f"the engine has not answered for {silence:.1f} s"
+        elif self._step_age > self._deadline:
+            return (
+                f"a step has taken {self._step_age:.1f} s, above --step-deadline "
+                f"{self._deadline:g} s"
+            )
+        else:
+            self.stalled = ""
+        return ""
