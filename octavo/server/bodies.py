@@ -11,11 +11,12 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from octavo.server.errors import BodyTooLarge, ClientGone
+from octavo.server.errors import BodyTooLarge, ClientGone, TimedOut
 from octavo.server.protocol import HARMLESS_VALUES, LATER_FIELDS, Body
 from octavo.types import EngineDead, InvalidRequest
 
 MAX_BODY_BYTES = 32 << 20
+BODY_SECONDS = 60.0  # that may pass between two parts of a body
 LONG_BODY = 32 << 10  # bytes; longer ones are parsed and checked in a thread
 LONGEST_NAME = 64  # characters of an unknown field's name that are compared with known ones
 MOST_UNKNOWN = 64  # unknown fields that --lenient lists
@@ -93,17 +94,26 @@ async def _read(request: Request) -> bytes:
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise BodyTooLarge(f"the body has {length} bytes, at most {MAX_BODY_BYTES} are read")
+    workers = request.app.state.workers
+    loop = asyncio.get_running_loop()
     chunks, size = [], 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                raise BodyTooLarge(f"the body is above {MAX_BODY_BYTES} bytes")
-            chunks.append(chunk)
+        async with asyncio.timeout(BODY_SECONDS) as limit:
+            async for chunk in request.stream():
+                size += len(chunk)
+                workers.hold(len(chunk))
+                if size > MAX_BODY_BYTES:
+                    raise BodyTooLarge(f"the body is above {MAX_BODY_BYTES} bytes")
+                chunks.append(chunk)
+                limit.reschedule(loop.time() + BODY_SECONDS)
     except ClientDisconnect:
         raise ClientGone from None
+    except TimeoutError:
+        raise TimedOut(f"no more of the body came for {BODY_SECONDS:g} s") from None
     except asyncio.CancelledError:  # the HTTP server ends and this body never did
         raise EngineDead("the server is shutting down") from None
+    finally:
+        workers.hold(-size)
     return b"".join(chunks)
 
 

@@ -39,7 +39,7 @@ class StepError(OctavoError):
 
 
 class TimedOut(OctavoError):
-    """The request's own ``timeout`` passed (408)."""
+    """The request's own ``timeout`` passed, or its body did not come (408)."""
 
 
 def failure_of(end: Finished) -> OctavoError:

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 NUM_THREADS = 3
 MOST_WAITING = 512 << 20  # bytes or characters of all work that waits or runs
+MOST_ARRIVING = 256 << 20  # bytes of bodies of which the rest has not come
 SWITCH_INTERVAL = 0.001  # seconds; Python: 0.005
 
 
@@ -31,6 +32,7 @@ class Workers:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "octavo-work")
         self._size = 0
+        self._num_held = 0
         self._lock = threading.Lock()
         self._num_running = 0
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -63,6 +65,17 @@ class Workers:
             gone.cancel()
             if not job.done():
                 job.cancel()
+
+    def hold(self, num_bytes: int) -> None:
+        """So many more bytes of bodies that are still arriving (or fewer) are kept. Raises
+        QueueFull beyond the bound: clients may take their time, and there may be many of them."""
+        self._num_held += num_bytes
+        if num_bytes > 0 and self._num_held > MOST_ARRIVING:
+            raise QueueFull(
+                f"{self._num_held >> 20} MiB of requests are arriving, at most "
+                f"{MOST_ARRIVING >> 20} MiB may be; try again later",
+                2.0,
+            )
 
     def close(self) -> bool:
         """Takes nothing more and drops what waits. Whether some of it is still running."""

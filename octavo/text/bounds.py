@@ -216,7 +216,7 @@ def check_call(
 
 # Filters that take a width, that are slow, and that make no text of the lists they are given.
 _WIDE = ("center", "indent", "batch", "slice", "round", "wordwrap")
-_SLOW = ("wordwrap", "urlize", "pprint", "striptags", "xmlattr")
+_SLOW = ("title", "wordwrap", "urlize", "pprint", "striptags", "xmlattr")
 _OF_LISTS = {
     *("list", "first", "last", "length", "count", "map", "select", "reject", "selectattr"),
     *("rejectattr", "sort", "reverse", "unique", "groupby", "batch", "slice", "sum", "min", "max"),

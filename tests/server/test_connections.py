@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from starlette.requests import Request
 
-from octavo.server import connections
+from octavo.server import bodies, connections
+from octavo.server.errors import TimedOut
+from octavo.server.protocol import NoFields
+from octavo.server.workers import MOST_ARRIVING, Workers
 from tests.server import mock_server
 
 BODY = json.dumps({"prompt": "say:hello", "max_tokens": 5}).encode()
@@ -116,6 +122,44 @@ def test_an_offer_of_http_2_is_passed_over_and_the_body_read(server):
                 time.sleep(0.05)
             answer = client.recv(65536)
             assert b" 200 " in answer.split(b"\r\n")[0] and b"hello" in answer
+
+
+def test_bodies_that_never_end_take_bounded_memory_and_leave_room_again(server):
+    before = _resident(server.process.pid)
+    head = HEAD + b"Content-Length: %d\r\n\r\n" % (32 << 20)
+    clients = [connected(server) for _ in range(16)]
+    for client in clients:
+        client.settimeout(0.5)
+        with contextlib.suppress(OSError):  # refused, or no longer read
+            client.sendall(head + b" " * (31 << 20))
+    refused = sum(b" 429 " in _read(client).split(b"\r\n")[0] for client in clients)
+    assert 4 <= refused <= 9
+    assert _resident(server.process.pid) - before < 400 << 20
+    for client in clients:
+        client.close()
+    deadline = time.monotonic() + 5
+    while server.post("/tokenize", prompt="a" * (8 << 20)).status_code == 429:
+        assert time.monotonic() < deadline
+    assert server.complete("say:hello")["choices"][0]["text"] == "hello"
+
+
+def test_a_body_of_which_no_more_comes_is_given_up(monkeypatch):
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+    parts = [b"{", b" ", None]
+
+    async def receive():
+        if (part := parts.pop(0)) is None:
+            await asyncio.sleep(10)
+        return {"type": "http.request", "body": part, "more_body": True}
+
+    async def run() -> None:
+        app = SimpleNamespace(state=SimpleNamespace(workers=Workers()))
+        scope = {"type": "http", "headers": [], "app": app}
+        with pytest.raises(TimedOut, match="no more of the body"):
+            await bodies.read_body(Request(scope, receive), NoFields)
+        app.state.workers.hold(MOST_ARRIVING)  # nothing is left of it
+
+    asyncio.run(run())
 
 
 class _Transport(asyncio.Transport):
