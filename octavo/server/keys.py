@@ -135,13 +135,17 @@ def read_key_file(path: Path) -> list[ApiKey]:
 def _contents(path: Path) -> tuple[bytes, int]:
     """At most one byte more than may be, and the mode. Raises OSError, also for what is no plain
     file: a pipe or a device might keep the reader for ever."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(handle).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is not a plain file")
-        return file.read(MOST_FILE_BYTES + 1), mode
+        with open(handle, "rb", closefd=False) as file:
+            return file.read(MOST_FILE_BYTES + 1), mode
+    finally:
+        os.close(handle)
 
 
 def _key_of(words: list[str]) -> ApiKey:

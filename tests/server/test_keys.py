@@ -168,6 +168,7 @@ def test_a_bad_file_is_refused_by_line_without_showing_a_key(tmp_path, line, say
 def test_what_is_no_plain_file_of_a_sensible_size_is_refused_at_once(tmp_path):
     """Read by the event loop: a pipe would stop the server, a device fill its memory."""
     path = tmp_path / "keys"
+    handles = os.listdir("/proc/self/fd")
 
     def refused(says):
         with pytest.raises(ConfigError, match=says):
@@ -184,6 +185,7 @@ def test_what_is_no_plain_file_of_a_sensible_size_is_refused_at_once(tmp_path):
     path.rmdir()
     path.write_text("# comment\n" * 200_000)
     refused("longer than 1,048,576 bytes")
+    assert len(os.listdir("/proc/self/fd")) == len(handles)
 
 
 def test_a_file_that_all_can_read_is_warned_about(key_file, caplog):
