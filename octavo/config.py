@@ -578,9 +578,35 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--speculative-model": "speculative decoding",
     "--num-speculative-tokens": "speculative decoding",
     "--otlp-traces-endpoint": "tracing",
+    "--enable-lora": "LoRA adapters",
+    "--lora-modules": "LoRA adapters",
+    "--max-lora-rank": "LoRA adapters",
+    "--max-loras": "LoRA adapters",
+    "--max-cpu-loras": "LoRA adapters",
+    "--limit-mm-per-prompt": "images, audio and video",
+    "--mm-processor-kwargs": "images, audio and video",
+    "--allowed-local-media-path": "images, audio and video",
+    "--enable-expert-parallel": "experts on several devices",
+    "--enable-eplb": "experts on several devices",
+    "--decode-context-parallel-size": "contexts on several devices",
+    "-dcp": "contexts on several devices",
+    "--data-parallel-size-local": "several nodes",
+    "--data-parallel-address": "several nodes",
+    "--data-parallel-rpc-port": "several nodes",
+    "--kv-transfer-config": "KV transfer",
+    "--kv-events-config": "KV transfer",
+    "--cpu-offload-gb": "weights in the host's memory",
+    "--enable-sleep-mode": "sleep mode",
+    "--enable-prompt-embeds": "prompts as embeddings",
+    "--logits-processors": "logits processors",
+    "--tool-parser-plugin": "parsers of tool calls as plug-ins",
+    "--default-chat-template-kwargs": "defaults for chat_template_kwargs",
+    "--download-dir": "a directory of one's own for downloads (HF_HOME names it)",
+    "--hf-token": "a hub token on the command line (HF_TOKEN holds it)",
 }
 
-# Flags vLLM removed, still in people's scripts: accepted, and answered with what replaced them.
+# Flags that vLLM removed, and those that tune what octavo has no such choice in; no answer changes
+# with them. They are in people's scripts: accepted, and answered with what replaced them.
 RETIRED_FLAGS: dict[str, str] = {
     "--swap-space": "preempted requests are recomputed, never swapped; nothing to set",
     "--worker-use-ray": "use --distributed-executor-backend ray",
@@ -597,14 +623,37 @@ RETIRED_FLAGS: dict[str, str] = {
     "--enable-reasoning": "use --reasoning-parser",
     "--rope-scaling": "use --hf-overrides '{\"rope_scaling\": {…}}'",
     "--rope-theta": "use --hf-overrides '{\"rope_theta\": …}'",
+    "--compilation-config": "nothing is compiled by torch; --enforce-eager turns CUDA graphs off",
+    "--cuda-graph-sizes": "CUDA graphs cover every size; --enforce-eager turns them off",
+    "--attention-backend": "kernels are chosen by the device; /server_info names them",
+    "--model-impl": "every model is octavo's own",
+    "--tokenizer-mode": "there is one kind of tokenizer; --tokenizer names another one",
+    "--runner": "the server offers what the model can do; nothing to set",
+    "--convert": "the server offers what the model can do; nothing to set",
+    "--prefix-caching-hash-algo": "blocks are hashed by blake2b and compared by their ids",
+    "--stream-interval": "tokens are sent as they come; nothing to set",
+    "--max-log-len": "prompts are not logged",
+    "--max-parallel-loading-workers": "files are read layer by layer; nothing to set",
+    "--disable-custom-all-reduce": "one device has nothing to reduce",
+    "--disable-cascade-attn": "there is no cascade attention",
+    "--enable-server-load-tracking": "/load always counts",
+    "--enable-tokenizer-info-endpoint": "/tokenizer_info is always there",
+    "--guided-decoding-disable-fallback": "llguidance is the only backend and has no fallback",
+    "--use-tqdm-on-load": "the start shows its phases; nothing to set",
 }
-# Of the retired flags, those that took no value.
+# Of these flags, those that take no value.
 RETIRED_SWITCHES = {
     "--worker-use-ray",
     "--use-v2-block-manager",
     "--disable-frontend-multiprocessing",
     "--disable-log-requests",
     "--enable-reasoning",
+    "--disable-custom-all-reduce",
+    "--disable-cascade-attn",
+    "--enable-server-load-tracking",
+    "--enable-tokenizer-info-endpoint",
+    "--guided-decoding-disable-fallback",
+    "--use-tqdm-on-load",
 }
 
 
