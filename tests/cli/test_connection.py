@@ -120,6 +120,15 @@ def test_one_question_prints_the_answer(
     assert capsys.readouterr().out == "HiHi\n"
 
 
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_a_text_in_the_place_of_the_model_is_told_where_it_goes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "Once upon a time"]) == 2
+    error = capsys.readouterr().err
+    assert "'Once upon a time' is taken for MODEL" in error and "-q" in error
+
+
 def test_lines_of_a_pipe_are_a_conversation(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
