@@ -624,7 +624,7 @@ RETIRED_FLAGS: dict[str, str] = {
     "--rope-scaling": "use --hf-overrides '{\"rope_scaling\": {…}}'",
     "--rope-theta": "use --hf-overrides '{\"rope_theta\": …}'",
     "--compilation-config": "nothing is compiled by torch; --enforce-eager turns CUDA graphs off",
-    "--cuda-graph-sizes": "CUDA graphs cover every size; --enforce-eager turns them off",
+    "--cuda-graph-sizes": "sizes of CUDA graphs follow from --max-num-seqs; nothing to set",
     "--attention-backend": "kernels are chosen by the device; /server_info names them",
     "--model-impl": "every model is octavo's own",
     "--tokenizer-mode": "there is one kind of tokenizer; --tokenizer names another one",
