@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from octavo.cli.arguments import Arguments, to_tokens
@@ -45,6 +46,8 @@ def asked_server(arguments: Arguments, options: AskOptions) -> Iterator[tuple[Co
     """(connection, model name): of ``--url``, or of a server started here for MODEL."""
     model = arguments.values.get("model")
     if model is not None:
+        if len(str(model).split()) > 1 and not Path(model).exists():
+            raise ConfigError(f"{model!r} is taken for MODEL; a text to ask goes behind -q")
         if options.url:
             raise ConfigError("give either MODEL, to run it here, or --url, to ask a server")
         with local_server(to_tokens(EngineConfig, arguments.values), model) as connection:

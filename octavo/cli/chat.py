@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from octavo.cli.connection import Connection
 from octavo.config import EngineConfig
 from octavo.flags import flag
 from octavo.types import OctavoError
+
+COMMAND_LINE = re.compile(r"/[a-z?]+")  # a line that is no message but looks like /new
+FAINT, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ def run(arguments: Arguments) -> int:
         for line in lines_from_user("> " if interactive else ""):
             if line.strip() == "/new":
                 conversation.forget()
+                continue
+            if interactive and COMMAND_LINE.fullmatch(line.strip()):
+                print(f"no command {line.strip()}; /new: forget, Ctrl-D: end", file=sys.stderr)
                 continue
             try:
                 conversation.ask(line)
@@ -83,10 +90,41 @@ class _Conversation:
         self._messages.append({"role": "user", "content": question})
         answer = ""
         body = {**self._fields, "messages": self._messages}
-        for event in self._connection.stream("/v1/chat/completions", body):
-            for choice in event["choices"]:
-                text = choice["delta"].get("content") or ""
-                answer += text
-                print(text, end="", flush=True)
+        thinking = _Thinking()
+        try:
+            for event in self._connection.stream("/v1/chat/completions", body):
+                for choice in event["choices"]:
+                    delta = choice["delta"]
+                    thinking.show(delta.get("reasoning") or delta.get("reasoning_content") or "")
+                    if text := delta.get("content") or "":
+                        thinking.end()
+                        answer += text
+                        print(text, end="", flush=True)
+        finally:
+            thinking.end()
         print()
+        if thinking.any and not answer:
+            hint = "the model reasoned and did not answer; --max-tokens may be too small"
+            print(f"octavo: {hint}", file=sys.stderr)
         self._messages.append({"role": "assistant", "content": answer})
+
+
+class _Thinking:
+    """Shows reasoning faintly before the answer; not where the output is no terminal."""
+
+    def __init__(self) -> None:
+        self.any = False  # reasoning came
+        self._open = False
+
+    def show(self, text: str) -> None:
+        if not text:
+            return
+        self.any = True
+        if sys.stdout.isatty():
+            print(text if self._open else FAINT + text, end="", flush=True)
+            self._open = True
+
+    def end(self) -> None:
+        if self._open:
+            print(PLAIN + "\n")
+            self._open = False

@@ -25,6 +25,21 @@ MOST_UNKNOWN = 64  # unknown fields that --lenient lists
 MOST_COST = 1_000_000
 LIST_COST, TEXT_COST = 5, 20
 MOST_ESCAPES = 2_000_000  # backslashes and quotes within texts, of a body that may cost too much
+# What a request is about, and its route: for a body that was sent to another one.
+ROUTE_OF_FIELD = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/embeddings",
+}
+# What pydantic says, in the words of a person.
+PLAINER = (
+    ("Input should", "must"),
+    ("List should", "must"),
+    (" after validation", ""),
+    ("be a valid list", "be a list"),
+    ("be a valid string", "be a string"),
+    ("be a valid dictionary", "be an object"),
+)
 
 B = TypeVar("B", bound=Body)
 
@@ -44,7 +59,10 @@ async def read_body(
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         shown = repr(kind) if kind else "missing"
-        raise InvalidRequest(f"the content type is {shown}; send application/json")
+        raise InvalidRequest(
+            f"the content type is {shown}; send application/json "
+            "(curl: -H 'content-type: application/json')"
+        )
     if len(raw) <= LONG_BODY:
         return parse_body(raw, schema, lenient)
     parse = partial(parse_body, raw, schema, lenient)
@@ -132,7 +150,11 @@ def _settle_unknown_fields(fields: dict[str, Any], schema: type[Body], lenient: 
             problem = f"{name}: {LATER_FIELDS[name]}"
         else:
             near = difflib.get_close_matches(name[:LONGEST_NAME], schema.model_fields, n=1)
-            problem = f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            problem = f"unknown field {name!r}"
+            if near:
+                problem += f"; did you mean {near[0]!r}?"
+            elif name in ROUTE_OF_FIELD:
+                problem += f"; that is a field of {ROUTE_OF_FIELD[name]}"
         if not lenient:
             raise InvalidRequest(problem, name)
         warnings.append(f"{problem} (ignored)")
@@ -154,7 +176,9 @@ def _as_invalid_request(error: ValidationError, schema: type[Body]) -> InvalidRe
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"unknown field {where!r}", field)
     message = first["msg"].removeprefix("Value error, ")
-    return InvalidRequest(f"{where} {message.replace('Input should', 'must')}", field)
+    for theirs, ours in PLAINER:
+        message = message.replace(theirs, ours)
+    return InvalidRequest(f"{where} {message}", field)
 
 
 def _telling(faults: list[Any]) -> Any:

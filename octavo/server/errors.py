@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 
@@ -14,11 +15,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.messages import Finished
+from octavo.server.auth import SCOPES_OF
 from octavo.types import EngineDead, InvalidRequest, OctavoError, QueueFull
 
 logger = logging.getLogger("octavo")
 
 LONGEST_MESSAGE = 2000  # characters
+LONGEST_PATH = 64  # characters of an unknown path that are compared with known ones
+# Routes of OpenAI's and vLLM's servers that are missed: the first part of the path after /v1.
+LATER_ROUTES: dict[str, str] = {
+    "responses": "the responses API is",
+    "files": "files are",
+    "batches": "batches over HTTP (`octavo run-batch` answers a file) are",
+    "audio": "audio is",
+    "images": "images are",
+    "rerank": "reranking is",
+    "score": "scoring is",
+    "classify": "classification is",
+    "pooling": "pooling (but /v1/embeddings) is",
+}
 
 
 class NotFound(OctavoError):
@@ -104,14 +119,25 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
         message = f"{request.method} is not allowed on {request.url.path}"
+        if allowed := headers.get("Allow"):
+            message += f"; use {allowed}"
         body = _error(message, "invalid_request_error", None, "method_not_allowed")
     elif error.status_code == 404:
-        message = f"no route {request.url.path}; GET /openapi.json lists the routes"
+        message = _no_route(request.url.path)
         body = _error(message, "invalid_request_error", None, "not_found")
     else:
         body = _error(str(error.detail), "invalid_request_error", None, None)
     content = msgspec.json.encode({"error": body})
     return Response(content, error.status_code, headers, "application/json")
+
+
+def _no_route(path: str) -> str:
+    if feature := LATER_ROUTES.get(path.removeprefix("/v1").strip("/").partition("/")[0]):
+        return f"{path}: {feature} not in this version; GET /openapi.json lists the routes"
+    routes = [route for route in SCOPES_OF if "{" not in route]
+    near = difflib.get_close_matches(path[:LONGEST_PATH], routes, n=1, cutoff=0.75)
+    hint = f"did you mean {near[0]}?" if near else "GET /openapi.json lists the routes"
+    return f"no route {path}; {hint}"
 
 
 def _error(message: str, kind: str, param: str | None, code: str | None) -> dict[str, str | None]:

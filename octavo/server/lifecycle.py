@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -103,7 +104,11 @@ def bind(server: ServerConfig, checked: bool = False) -> tuple[socket.socket, st
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        hint = "" if server.uds else "; choose another with --port (0: any free one)"
+        hint = "; choose another with --port (0: any free one)"
+        if server.uds:
+            hint = ""
+        elif error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            hint = "; --host must be an address of this machine (0.0.0.0: all of them)"
         raise ConfigError(f"{place}: {error.strerror or error}{hint}") from None
     if not address:
         host = f"[{server.host}]" if ":" in server.host else server.host

@@ -47,12 +47,24 @@ LATER_FLAGS = """
 --speculative-config {} | -sc {} | --spec-method ngram | --spec-model m | --spec-tokens 5
 --speculative-model [ngram] | --num-speculative-tokens 5
 --headless | --otlp-traces-endpoint e
+--enable-lora | --lora-modules a=b | --max-lora-rank 8 | --max-loras 2 | --max-cpu-loras 2
+--limit-mm-per-prompt {} | --mm-processor-kwargs {} | --allowed-local-media-path /m
+--enable-expert-parallel | --enable-eplb | --decode-context-parallel-size 2 | -dcp 2
+--data-parallel-size-local 2 | --data-parallel-address h | --data-parallel-rpc-port 9
+--kv-transfer-config {} | --kv-events-config {} | --cpu-offload-gb 4 | --enable-sleep-mode
+--enable-prompt-embeds | --logits-processors a.b | --tool-parser-plugin p.py
+--default-chat-template-kwargs {} | --download-dir /d | --hf-token t
 """
 RETIRED = """
 --swap-space 4 | --worker-use-ray | --use-v2-block-manager | --num-lookahead-slots 3
 --guided-decoding-backend outlines | --disable-frontend-multiprocessing | --disable-log-requests
 --device cuda | --num-scheduler-steps 8 | --preemption-mode swap | --task generate
 --max-seq-len-to-capture 8192 | --enable-reasoning | --rope-scaling {} | --rope-theta 1e6
+--compilation-config 3 | --cuda-graph-sizes 8 | --attention-backend FLASHINFER | --model-impl auto
+--tokenizer-mode auto | --runner generate | --convert none | --prefix-caching-hash-algo sha256
+--stream-interval 4 | --max-log-len 100 | --max-parallel-loading-workers 2
+--disable-custom-all-reduce | --disable-cascade-attn | --enable-server-load-tracking
+--enable-tokenizer-info-endpoint | --guided-decoding-disable-fallback | --use-tqdm-on-load
 """
 
 

@@ -18,6 +18,10 @@ EVENT = b'data: {"choices": [{"delta": {"content": "Hi"}, "text": "Hi"}]}\n\n'
 ANSWERS = {
     "whole": EVENT + EVENT + b"data: [DONE]\n\n",
     "cut": EVENT,
+    "thinks": b'data: {"choices": [{"delta": {"reasoning": "Hm"}}]}\n\n'
+    + EVENT
+    + b"data: [DONE]\n\n",
+    "only thinks": b'data: {"choices": [{"delta": {"reasoning": "Hm"}}]}\n\ndata: [DONE]\n\n',
     "page": b"<html>hello</html>",
     "noise": b"data: hello\n\n",
     "error": EVENT + b'data: {"error": {"message": "engine died"}}\n\n',
@@ -116,6 +120,15 @@ def test_one_question_prints_the_answer(
     assert capsys.readouterr().out == "HiHi\n"
 
 
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_a_text_in_the_place_of_the_model_is_told_where_it_goes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "Once upon a time"]) == 2
+    error = capsys.readouterr().err
+    assert "'Once upon a time' is taken for MODEL" in error and "-q" in error
+
+
 def test_lines_of_a_pipe_are_a_conversation(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +143,40 @@ def test_lines_of_a_pipe_are_a_conversation(
     monkeypatch.setattr("builtins.input", typed)
     assert main(["chat", "--url", url]) == 0
     assert capsys.readouterr().out == "HiHi\nHiHi\n"
+
+
+def test_reasoning_is_faint_on_a_terminal_and_left_out_of_a_pipe(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = ["chat", "--url", url, "-q", "hello"]
+    monkeypatch.setattr(Handler, "answer", "thinks")
+    assert main(ask) == 0
+    assert capsys.readouterr() == ("Hi\n", "")
+    with monkeypatch.context() as terminal:
+        terminal.setattr("sys.stdout.isatty", lambda: True)
+        assert main(ask) == 0
+        assert capsys.readouterr().out == "\x1b[2mHm\x1b[0m\n\nHi\n"
+    monkeypatch.setattr(Handler, "answer", "only thinks")
+    assert main(ask) == 0
+    assert "--max-tokens" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_not_sent_to_the_model(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["/help"])
+
+    def typed(prompt: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert main(["chat", "--url", url]) == 0
+    out, err = capsys.readouterr()
+    assert "Hi" not in out and "no command /help; /new: forget" in err
 
 
 def test_a_refused_question_does_not_end_an_interactive_chat(

@@ -224,12 +224,44 @@ def test_harmless_fields_and_defaults_spelled_out_are_accepted(server):
     assert server.complete("say:ok", **harmless)["choices"][0]["text"] == "ok"
 
 
+@pytest.mark.parametrize(
+    "path, says",
+    [
+        ("/chat/completions", "no route /chat/completions; did you mean /v1/chat/completions?"),
+        ("/v1/v1/models", "no route /v1/v1/models; did you mean /v1/models?"),
+        ("/nothing", "no route /nothing; GET /openapi.json lists the routes"),
+        ("/v1/responses", "/v1/responses: the responses API is not in this version"),
+        ("/v1/audio/speech", "/v1/audio/speech: audio is not in this version"),
+        ("/rerank", "/rerank: reranking is not in this version"),
+        ("/v1/batches/b", "/v1/batches/b: batches over HTTP"),
+    ],
+)
+def test_an_unknown_route_names_the_one_that_may_be_meant(server, path, says):
+    answer = server.post(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(says)
+
+
+def test_what_is_sent_in_a_wrong_form_or_to_a_wrong_route_is_told_the_right_one(server):
+    def message(path, **fields):
+        return server.post(path, **fields).json()["error"]["message"]
+
+    chat, plain = "/v1/chat/completions", "/v1/completions"
+    assert message(plain, **CHAT) == f"unknown field 'messages'; that is a field of {chat}"
+    assert message(chat, prompt="x") == f"unknown field 'prompt'; that is a field of {plain}"
+    assert message(chat, messages=[]) == "messages must have at least 1 item, not 0"
+    assert message(chat, messages="x") == "messages must be a list"
+    form = server.client.post(plain, data={"prompt": "x"}).json()["error"]["message"]
+    assert form.endswith("send application/json (curl: -H 'content-type: application/json')")
+
+
 def test_unknown_routes_and_methods(server):
     answer = server.client.get("/v1/nothing")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert server.client.get("/v1/models/").status_code == 404
     answer = server.client.get("/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["message"] == "GET is not allowed on /v1/completions; use POST"
     assert server.client.options("/v1/completions").status_code == 204
     head = server.client.head("/v1/models")
     assert (head.status_code, head.content) == (200, b"")

@@ -89,6 +89,12 @@ def test_taken_port_fails_at_once_before_the_engine_starts():
             assert "--port" in server.log
 
 
+def test_an_address_of_another_machine_is_the_hosts_fault():
+    with mock_server.start(server={"host": "192.0.2.1"}, ready=False) as server:
+        assert server.process.wait(10) == 2
+        assert "--host must be an address of this machine" in server.log
+
+
 @pytest.mark.parametrize(
     "tls, says",
     [

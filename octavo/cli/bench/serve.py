@@ -119,6 +119,11 @@ def run(arguments: Arguments) -> int:
     errors = sorted({trace.error for trace in traces if trace.error})
     for error in errors[:3]:
         print(f"octavo: a request failed: {error}", file=sys.stderr)
+    if any("HTTP 429" in error for error in errors):
+        hint = (
+            "the server takes no more than it can serve: lower --request-rate or --max-concurrency"
+        )
+        print(f"octavo: {hint} (octavo serve: or raise --max-queue-wait)", file=sys.stderr)
     return 1 if errors else 0
 
 

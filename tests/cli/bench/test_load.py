@@ -151,7 +151,9 @@ def test_a_failed_request_is_counted_and_shown(
     fake.fail = fail
     result = bench(fake, tmp_path, expect=1)
     assert result["failed"] == 6 and result["completed"] == 0
-    assert part in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert part in error
+    assert ("lower --request-rate" in error) == (fail == "status")
 
 
 def test_keys_headers_and_extra_fields_are_sent(fake: FakeServer, tmp_path: Path) -> None:
