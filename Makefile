@@ -16,7 +16,7 @@ CLIENTS ?= .venv-conformance
 
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo stop install install-test test conformance lint types format hooks bench bench-gpu soak fuzz bench-guide clean distclean
+.PHONY: help demo stop install install-test install-clients test conformance lint types format hooks bench bench-gpu soak fuzz bench-guide clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,8 @@ $(BIN)/.octavo-test: $(BIN)/.octavo
 test: install-test  ## run the tests (all but those that need a GPU)
 	@echo "==> tests"
 	@$(BIN)/python -m pytest -m "not gpu and not conformance" $(PYTEST_FLAGS)
+
+install-clients: $(CLIENTS)/.installed
 
 $(CLIENTS)/.installed: pyproject.toml | $(BIN)/python
 	@echo "==> clients for the conformance tests ($(CLIENTS))"

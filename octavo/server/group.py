@@ -102,12 +102,13 @@ class Group:
             if self._ending:
                 return
             self._on_death(index, process.pid)
-            pause = FIRST_PAUSE if loop.time() - began > LONGEST_PAUSE else 2 * pause
-            pause = min(pause, LONGEST_PAUSE)
+            if loop.time() - began > LONGEST_PAUSE:
+                pause = FIRST_PAUSE
             logger.error(
                 "API process %d ended with code %d; starting it again in %g s", index, code, pause
             )
             await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _watch(self) -> None:
         """Kills a process that stands still: it would be given connections and never answer."""
