@@ -5,8 +5,8 @@ been longer, so the share of outputs that are longer than t is estimated the way
 patients who leave a study (Kaplan and Meier, "Nonparametric estimation from incomplete
 observations", 1958). A running sequence is expected to need as many further tokens as outputs that
 came this far needed on average, at most up to its ``max_tokens``; a token takes a step. The
-forecast should hold in nearly all cases, not on average: hence the margin. Where outputs vary much
-it errs on the late side anyway, as the first of several sequences ends earlier than the mean.
+forecast should hold in nearly all cases, not on average: hence the margin, and a share of a mean
+output, by which short waits are late as often as long ones.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MOST_LENGTHS = 256  # of the latest outputs
 STEP_SHARE = 0.05  # of a new step in the mean
 STEPS_TO_BEGIN = 2  # from the end of one sequence to the step of the next
 MARGIN = 1.25
+SPREAD = 0.3  # of a mean output: how much later than expected a place may become free
 
 
 class PlaceForecast:
@@ -55,8 +56,8 @@ class PlaceForecast:
         # Of a sequence that is yet to come, allowed as many tokens as one of these.
         whole = outputs.left(np.zeros_like(max_tokens), max_tokens)
         steps = np.sort(outputs.left(num_tokens, max_tokens))
-        free = self.step_seconds * (MARGIN * steps + STEPS_TO_BEGIN)
         mean = float(whole.mean()) if len(whole) else 0.0
+        free = self.step_seconds * (MARGIN * steps + SPREAD * mean + STEPS_TO_BEGIN)
         return PlaceWaits(free.tolist(), MARGIN * self.step_seconds * mean)
 
 

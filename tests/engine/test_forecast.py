@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from octavo.engine.forecast import MARGIN, MOST_LENGTHS, PRIOR_TOKENS, STEPS_TO_BEGIN, PlaceForecast
+from octavo.engine.forecast import (
+    MARGIN,
+    MOST_LENGTHS,
+    PRIOR_TOKENS,
+    SPREAD,
+    STEPS_TO_BEGIN,
+    PlaceForecast,
+)
 
 
 def forecast(lengths=(), step=0.02, by_itself=True):
@@ -19,48 +26,47 @@ def forecast(lengths=(), step=0.02, by_itself=True):
     return made
 
 
-def steps(count, each=0.02):
-    return pytest.approx(each * (MARGIN * count + STEPS_TO_BEGIN), rel=0.01)
+def steps(count, mean, each=0.02):
+    """Of ``count`` further tokens, where a whole output is ``mean`` long."""
+    return pytest.approx(each * (MARGIN * count + SPREAD * mean + STEPS_TO_BEGIN), rel=0.01)
 
 
 def test_places_free_up_when_outputs_of_the_usual_length_end():
     waits = forecast([100] * 20).waits([(40, 1000), (90, 1000), (10, 1000)])
     assert waits.of(-1) == 0.0
-    assert waits.of(0) == steps(10)
-    assert waits.of(2) == steps(90)
-    assert waits.of(3) == pytest.approx(0.02 * (MARGIN * 110 + STEPS_TO_BEGIN)), (
-        "who waits for one that waited"
-    )
+    assert waits.of(0) == steps(10, 100)
+    assert waits.of(2) == steps(90, 100)
+    assert waits.of(3) == steps(110, 100), "who waits for one that waited"
 
 
 def test_what_has_come_far_is_compared_with_those_that_came_as_far():
     lengths = [10] * 90 + [500] * 10
-    assert forecast(lengths).waits([(50, 1000)]).of(0) == steps(450)
-    assert forecast(lengths).waits([(5, 1000)]).of(0) == steps(0.9 * 5 + 0.1 * 495)
-    assert forecast(lengths).waits([(600, 5000)]).of(0) == steps(600)
+    assert forecast(lengths).waits([(50, 1000)]).of(0) == steps(450, 59)
+    assert forecast(lengths).waits([(5, 1000)]).of(0) == steps(0.9 * 5 + 0.1 * 495, 59)
+    assert forecast(lengths).waits([(600, 5000)]).of(0) == steps(600, 59)
 
 
 def test_outputs_that_were_cut_tell_only_that_they_were_not_shorter():
     cut = forecast([20] * 50 + [60] * 50, by_itself=False)
-    assert cut.waits([(10, 55)]).of(0) == steps(45)
+    assert cut.waits([(10, 55)]).of(0) == steps(45, 55)
     some = forecast([20] * 50, by_itself=False)
     for _ in range(50):
         some.on_end(40, True)
-    assert some.waits([(30, 500)]).of(0) == steps(10)
-    assert some.waits([(0, 500)]).of(0) == steps(40), "those cut at 20 would have had 40"
+    assert some.waits([(30, 500)]).of(0) == steps(10, 40)
+    assert some.waits([(0, 500)]).of(0) == steps(40, 40), "those cut at 20 would have had 40"
 
 
 def test_no_more_than_max_tokens_is_expected():
-    assert forecast([500] * 9).waits([(3, 8)]).of(0) == steps(5)
+    assert forecast([500] * 9).waits([(3, 8)]).of(0) == steps(5, 8)
     fresh = PlaceForecast()
     fresh.on_step(0.02)
-    assert fresh.waits([(3, 8)]).of(0) == steps(5)
-    assert fresh.waits([(0, 10_000)]).of(0) == steps(PRIOR_TOKENS)
+    assert fresh.waits([(3, 8)]).of(0) == steps(5, 8)
+    assert fresh.waits([(0, 10_000)]).of(0) == steps(PRIOR_TOKENS, PRIOR_TOKENS)
 
 
 def test_old_lengths_are_forgotten():
     made = forecast([1000] * 50 + [10] * MOST_LENGTHS)
-    assert made.waits([(0, 10_000)]).of(0) == steps(10)
+    assert made.waits([(0, 10_000)]).of(0) == steps(10, 10)
     assert len(made._sorted) == len(made._latest) == MOST_LENGTHS
 
 
@@ -68,9 +74,7 @@ def test_steps_are_those_of_late():
     made = forecast([100], step=0.01)
     for _ in range(200):
         made.on_step(0.05)
-    assert made.waits([(0, 1000)]).of(0) == pytest.approx(
-        0.05 * (MARGIN * 100 + STEPS_TO_BEGIN), rel=0.01
-    )
+    assert made.waits([(0, 1000)]).of(0) == steps(100, 100, each=0.05)
 
 
 @pytest.mark.parametrize("allowed", ["much", "just"])
