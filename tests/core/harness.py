@@ -99,6 +99,20 @@ class Harness:
         self.scheduler.check()
         return update
 
+    def preempted(self) -> tuple[Request, Request, list[StepPlan]]:
+        """An old request, a young one that lost its slot (row 1) to it, and the plans in flight
+        that drew for both. Wants few blocks."""
+        old, young = self.add(range(10, 18), 12), self.add(range(30, 38), 12)
+        plans: list[StepPlan] = []
+        while not young.num_preemptions:
+            plan = self.schedule()
+            if plan is None:
+                self.finish(plans.pop(0))
+            else:
+                plans.append(plan)
+        assert young.in_flight >= 1
+        return old, young, plans
+
     def step(self, token=100):
         plan = self.schedule()
         return plan, self.finish(plan, token)

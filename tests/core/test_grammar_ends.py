@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.request import Request
 from octavo.types import FinishReason
 from tests.core.harness import EOS, Harness
 
@@ -53,26 +52,11 @@ def test_one_that_ends_in_place_of_a_token_tells_none(message):
     assert request.finish_reason is (FinishReason.ERROR if message else FinishReason.STOP)
 
 
-def preempted(h: Harness) -> tuple[Request, list]:
-    """A request that lost its slot (1), and the plans in flight that drew for it."""
-    h.add(range(10, 18), 12)
-    young = h.add(range(30, 38), 12)
-    plans = []
-    while not young.num_preemptions:
-        plan = h.schedule()
-        if plan is None:
-            h.finish(plans.pop(0))
-        else:
-            plans.append(plan)
-    assert young.in_flight >= 1
-    return young, plans
-
-
 @pytest.mark.parametrize("message", [None, "", "nothing may follow"])
 def test_a_preempted_request_may_be_ended_by_a_result_in_flight(message):
     """None: by a token that completes it."""
     h = Harness(num_blocks=6, block_size=4)
-    young, plans = preempted(h)
+    _, young, plans = h.preempted()
     told = len(h.outputs[young.handle])
     for index, plan in enumerate(plans):
         if index == 0 and message is None:

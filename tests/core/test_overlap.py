@@ -40,16 +40,8 @@ def test_rule_2_a_result_is_never_taken_for_the_slots_next_owner():
 
 def test_rule_3_a_preempted_requests_results_in_flight_append_and_nothing_else():
     h = Harness(num_blocks=6, block_size=4)
-    old, young = h.add(range(10, 18), 12), h.add(range(30, 38), 12)
-    plans = []
-    while not young.num_preemptions:
-        plan = h.schedule()
-        if plan is None:
-            h.finish(plans.pop(0))
-        else:
-            plans.append(plan)
-    known, in_flight = len(young.tokens), young.in_flight
-    assert in_flight >= 1
+    old, young, plans = h.preempted()
+    known = len(young.tokens)
     for plan in plans:
         h.finish(plan, {1: 200})
     assert young.tokens[known:].tolist() == [200] * (len(young.tokens) - known)
@@ -60,15 +52,7 @@ def test_rule_3_a_preempted_requests_results_in_flight_append_and_nothing_else()
 
 def test_rule_3_a_preempted_request_may_end_by_its_result_in_flight():
     h = Harness(num_blocks=6, block_size=4)
-    h.add(range(10, 18), 12)
-    young = h.add(range(30, 38), 12)
-    plans = []
-    while not young.num_preemptions:
-        plan = h.schedule()
-        if plan is None:
-            h.finish(plans.pop(0))
-        else:
-            plans.append(plan)
+    _, young, plans = h.preempted()
     for plan in plans:
         h.finish(plan, {1: EOS})
     assert young.finish_reason is FinishReason.STOP and not len(h.scheduler.waiting)

@@ -31,6 +31,19 @@ def config(threads: int = 1) -> EngineConfig:
     )
 
 
+def ways_to_run(few_blocks: int) -> pytest.MarkDecorator:
+    """``num_blocks``, ``graphs`` and the ``settings`` of an engine: with preemption, with cut
+    prompts, and without graphs and overlap."""
+    ways: dict[str, tuple[int, bool, dict[str, Any]]] = {
+        "few-blocks-graphs": (few_blocks, True, {}),
+        "chunks-graphs": (64, True, {"long_prefill_token_threshold": 5}),
+        "few-blocks-no-overlap-no-graphs": (few_blocks, False, {"async_scheduling": False}),
+    }
+    return pytest.mark.parametrize(
+        "num_blocks,graphs,settings", list(ways.values()), ids=list(ways)
+    )
+
+
 class FakeGraph:
     """What is enqueued during its capture is done by each replay, and not before."""
 

@@ -21,7 +21,7 @@ from octavo.flags import from_flags
 from octavo.types import FinishReason, Pooling, SamplingParams
 from octavo.worker.executor import CudaExecutor
 from octavo.worker.runner import Runner
-from tests.worker.interpreted import BLOCK, Interpreted, config
+from tests.worker.interpreted import BLOCK, Interpreted, config, ways_to_run
 from tests.worker.plans import SumModel
 
 EOS = 1
@@ -162,15 +162,7 @@ def served_together(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "num_blocks,graphs,settings",
-    [
-        (FEW_BLOCKS, True, {}),
-        (64, True, {"long_prefill_token_threshold": 5}),
-        (FEW_BLOCKS, False, {"async_scheduling": False}),
-    ],
-    ids=["few-blocks-graphs", "chunks-graphs", "few-blocks-no-overlap-no-graphs"],
-)
+@ways_to_run(FEW_BLOCKS)
 def test_answers_are_those_of_requests_served_alone_on_a_cpu(
     num_blocks: int, graphs: bool, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import FinishReason, SamplingParams, StructuredOutputsParams
 from octavo.worker.executor import CudaExecutor
 from octavo.worker.runner import Runner
-from tests.worker.interpreted import BLOCK, Interpreted, config
+from tests.worker.interpreted import BLOCK, Interpreted, config, ways_to_run
 from tests.worker.plans import SumModel
 from tests.worker.test_cuda_engine import AtOnce, Heard, served_together
 
@@ -177,15 +177,7 @@ def test_on_a_cpu_company_and_preemption_change_nothing(num_blocks: int, overlap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "num_blocks,graphs,settings",
-    [
-        (FEW_BLOCKS, True, {}),
-        (64, True, {"long_prefill_token_threshold": 5}),
-        (FEW_BLOCKS, False, {"async_scheduling": False}),
-    ],
-    ids=["few-blocks-graphs", "chunks-graphs", "few-blocks-no-overlap-no-graphs"],
-)
+@ways_to_run(FEW_BLOCKS)
 def test_a_gpu_answers_as_requests_served_alone_on_a_cpu(
     num_blocks: int, graphs: bool, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
