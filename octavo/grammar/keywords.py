@@ -37,6 +37,9 @@ NEUTRAL: dict[str, Any] = {"uniqueItems": False, "nullable": False}
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 SINGLE = ("items", "additionalProperties", "additionalItems")
+# Properties in a row that may be left out. Each of them may come next, for which llguidance keeps
+# four items; beyond 2,000 it gives up in the middle of an output.
+MOST_OPTIONAL = 450
 
 
 def check_keywords(schema: Any, field: str) -> None:
@@ -63,7 +66,27 @@ def check_keywords(schema: Any, field: str) -> None:
             raise InvalidRequest(
                 f"{field}{_path(place)}: x-guidance cannot be set in a schema", field
             )
+        if (count := _optional_in_a_row(node)) > MOST_OPTIONAL:
+            raise InvalidRequest(
+                f"{field}{_path(place)}: {count} properties in a row are optional, at most "
+                f"{MOST_OPTIONAL} can be followed; require some, or put them into objects of "
+                "their own",
+                field,
+            )
         pending += _subschemas(node, place)
+
+
+def _optional_in_a_row(node: dict[str, Any]) -> int:
+    """The most properties that follow one another, as they are to come, and are not required."""
+    properties, required = node.get("properties"), node.get("required")
+    if not isinstance(properties, dict) or len(properties) <= MOST_OPTIONAL:
+        return 0
+    names = set(map(str, required)) if isinstance(required, list) else set()
+    most = count = 0
+    for name in properties:
+        count = 0 if name in names else count + 1
+        most = max(most, count)
+    return most
 
 
 # Where a schema stands: its parent's place and what leads on from there. Written out only for an

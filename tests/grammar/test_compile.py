@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.grammar.compile import MOST_BYTES, grammar_text
-from octavo.grammar.keywords import check_keywords
+from octavo.grammar.keywords import MOST_OPTIONAL, check_keywords
 from octavo.types import InvalidRequest, StructuredOutputsParams
 from tests.grammar import walks
 from tests.grammar.walks import SPECIAL, TOKENS, allowed, compiler, text_of, walk
@@ -314,7 +314,7 @@ def test_half_a_surrogate_in_a_schema_inside_of_a_grammar_is_refused() -> None:
 def test_long_names_of_parents_are_not_repeated_for_each_property() -> None:
     """A name of 100 KB with 9,000 properties below it took 900 MB."""
     inner: dict[str, Any] = {f"b{i}": {} for i in range(9000)}
-    schema = {"properties": {"a" * 100_000: {"properties": inner}}}
+    schema = {"properties": {"a" * 100_000: {"properties": inner, "required": list(inner)}}}
     tracemalloc.start()
     try:
         check_keywords(schema, "json")
@@ -324,3 +324,26 @@ def test_long_names_of_parents_are_not_repeated_for_each_property() -> None:
     inner["b7"] = {"anyOf": [{}, {"minLenght": 1}]}
     with pytest.raises(InvalidRequest, match=r"json\.properties\.a+\.properties\.b7\.anyOf\[1\]: "):
         check_keywords(schema, "json")
+
+
+def test_as_many_optional_properties_as_can_be_followed_are_taken() -> None:
+    names = [f"field_{i}" for i in range(2 * MOST_OPTIONAL)]
+    every = {name: {"type": "string"} for name in names}
+    few = dict(list(every.items())[:MOST_OPTIONAL])
+    for schema in (
+        {"properties": few},
+        {"properties": few, "additionalProperties": False},
+        {"properties": every, "required": names[MOST_OPTIONAL - 1 : MOST_OPTIONAL]},
+    ):
+        text = text_of(StructuredOutputsParams(json={"type": "object", **schema}))
+        found = compiler().compile(text)
+        for byte in b'{"field_1": "a", "field_7": "b", "field_':
+            assert found.consume_token(TOKENS.index(bytes([byte]))), found.get_error()
+            found.compute_bitmask()
+            assert not found.is_error(), found.get_error()
+    within = {"properties": {"a": {"type": "object", "properties": every}}}
+    assert problem(json=within) == (
+        f"structured_outputs.json.properties.a: {2 * MOST_OPTIONAL} properties in a row are "
+        f"optional, at most {MOST_OPTIONAL} can be followed; require some, or put them into "
+        "objects of their own"
+    )
