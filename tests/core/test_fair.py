@@ -109,6 +109,19 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another():
     assert passed <= QUANTUM + 50
 
 
+def test_one_that_comes_owes_what_the_others_owe_for_its_weight():
+    queue = FairQueue(QUANTUM)
+    queue.push(request(0, b"heavy", 4000, weight=4))
+    for sequence in range(1, 500):
+        queue.push(request(sequence, b"heavy", 50, weight=4))
+    assert serve(queue).sequence == 0
+    queue.push(request(500, b"guest", 50))
+    passed = 0
+    while serve(queue).tenant != b"guest":
+        passed += 50
+    assert passed <= 4 * QUANTUM + 50
+
+
 def test_what_was_used_while_nobody_else_waited_is_not_charged():
     queue = FairQueue(QUANTUM)
     for sequence in range(200):
@@ -192,6 +205,16 @@ def test_the_youngest_of_the_tenant_with_most_running_is_preempted_and_returns_f
     h.run()
     assert not guest.num_preemptions
     assert all(r.finish_reason == "length" for r in [guest, *many, waiting])
+
+
+def test_a_tenant_of_more_weight_keeps_more_running():
+    h = Harness(policy="fair", num_blocks=12, max_num_seqs=4, caching=False)
+    light = [h.add([50 + i] * 8, 30, tenant=b"light") for i in range(2)]
+    heavy = [h.add([80 + i] * 8, 30, tenant=b"heavy", weight=4.0) for i in range(2)]
+    while not any(r.num_preemptions for r in [*light, *heavy]):
+        h.step()
+    assert [r for r in [*light, *heavy] if r.num_preemptions] == [light[1]]
+    h.run()
 
 
 def test_one_tenant_alone_is_served_first_come_first_served():

@@ -84,8 +84,11 @@ def test_a_beam_search_ends_in_time(slow):
 
 
 def test_one_that_is_done_in_time_is_not_touched(slow):
-    answer, _ = timed(slow, prompt="say:abc", timeout=30)
+    before = slow.metric("octavo_requests_timed_out_total")
+    answer, seconds = timed(slow, prompt="say:abc", timeout=1.5)
     assert answer.json()["choices"][0]["text"] == "abc"
+    time.sleep(1.7 - seconds)  # nor is it counted when its time is up
+    assert slow.metric("octavo_requests_timed_out_total") == before
 
 
 @pytest.mark.parametrize("value", [0, -1, "soon", 1e300])
