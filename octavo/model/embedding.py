@@ -11,8 +11,8 @@ from torch import Tensor
 
 from octavo.model.linear import Linear
 from octavo.model.spec import DecoderSpec
-from octavo.ops.quantized import QuantizedWeight
 from octavo.ops.sampling import most_likely
+from octavo.ops.weights import QuantizedWeight
 
 
 class Embedding:

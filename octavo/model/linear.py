@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from octavo.ops.linear import Epilogue
-from octavo.ops.quantized import QuantizedWeight
+from octavo.ops.weights import QuantizedWeight
 from octavo.quant.format import Format, LinearVersions
 
 # What a checkpoint holds of a matrix.

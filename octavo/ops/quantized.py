@@ -1,15 +1,14 @@
-"""Linears on quantized weights: how such a weight is given, and the definition.
+"""Linears on weights of an even grid and inputs rounded to 8 bits: the definition.
 
-A weight is ``(code - zero) * scale + minimum``, in groups of inputs that share scale and minimum.
-Inputs are rounded to 8 bits as well, each row of each group by a scale of its own, so that products
-are integers, whose sums are exact: the arithmetic of GGUF's CPU kernels (Q8_1 activations), and
-with one group over all inputs that of W8A8 per channel with dynamic scales.
+Each row of each group of inputs is rounded by a scale of its own, so that products are integers,
+whose sums are exact: the arithmetic of GGUF's CPU kernels (Q8_1 activations), and with one group
+over all inputs that of W8A8 per channel with dynamic scales.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -18,107 +17,9 @@ from torch import Tensor
 
 from octavo.ops.linear import Epilogue, silu_mul
 from octavo.ops.registry import register
+from octavo.ops.weights import ZERO, QuantizedWeight, alike
 
-LARGEST_GROUP = 65_536  # whose products add up in 32 bits
 LEVELS = 127  # inputs become whole numbers of -127 .. 127
-ZERO = 128  # of codes made here
-
-
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """[out, in], in groups of ``group`` inputs; the last one may be shorter.
-
-    codes: uint8 [out, in], below 2^bits. scales: FP16 or FP32 [out, groups]. minimums: of the
-    scales' dtype [out, groups], or None. Raises ValueError for bits other than 4 and 8 and for a
-    group that is no multiple of 4 or above ``LARGEST_GROUP``.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    minimums: Tensor | None
-    bits: int
-    group: int
-    zero: int = 0
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"codes have 4 or 8 bits, not {self.bits}")
-        if self.group % 4 or not 0 < self.group <= LARGEST_GROUP:
-            raise ValueError(
-                f"a group has a multiple of 4 inputs, at most {LARGEST_GROUP}, not {self.group}"
-            )
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    def dense(self) -> Tensor:
-        """FP32 [out, in]; FP64 where the scales are."""
-        dtype = torch.promote_types(self.scales.dtype, torch.float32)
-        values = (self.codes.to(dtype) - self.zero) * self._per_input(self.scales).to(dtype)
-        return values if self.minimums is None else values + self._per_input(self.minimums)
-
-    def __getitem__(self, index: Tensor | slice) -> QuantizedWeight:
-        """Some of the outputs."""
-        minimums = None if self.minimums is None else self.minimums[index]
-        return replace(self, codes=self.codes[index], scales=self.scales[index], minimums=minimums)
-
-    def _per_input(self, values: Tensor) -> Tensor:
-        return values.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
-
-
-def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """The same weights in one kind that can hold them all: the most bits, the smallest group, FP32
-    scales where one has them, minimums where one has them. Codes of 8 bits are moved to the zero
-    ``ZERO`` where they fit. Where zeros differ all the same, each becomes part of the minimums, in
-    FP32, which rounds none of a scale of 18 bits or fewer (GGUF's).
-
-    Raises ValueError where groups cannot be cut into the smallest."""
-    group, bits = min(weight.group for weight in weights), max(weight.bits for weight in weights)
-    if bits == 8 and all(_fits(weight) for weight in weights):
-        weights = [_moved(weight) for weight in weights]
-    zeros = {weight.zero for weight in weights}
-    minimums = len(zeros) > 1 or any(weight.minimums is not None for weight in weights)
-    dtype = torch.float32 if len(zeros) > 1 else torch.float16
-    for weight in weights:
-        dtype = torch.promote_types(dtype, weight.scales.dtype)
-    found = []
-    for weight in weights:
-        if weight.group % group:
-            raise ValueError(f"groups of {weight.group} inputs cannot be cut into {group}")
-        count = -(-weight.shape[1] // group)
-        times = weight.group // group
-        scales, low = weight.scales.to(dtype), weight.minimums
-        if minimums:
-            low = torch.zeros_like(scales) if low is None else low.to(dtype)
-            if len(zeros) > 1:
-                low = low - scales * weight.zero
-        found.append(
-            QuantizedWeight(
-                weight.codes,
-                scales.repeat_interleave(times, dim=1)[:, :count],
-                None if low is None else low.repeat_interleave(times, dim=1)[:, :count],
-                bits,
-                group,
-                0 if len(zeros) > 1 else weight.zero,
-            )
-        )
-    return found
-
-
-def _fits(weight: QuantizedWeight) -> bool:
-    """Whether the codes can be moved so that their zero is ``ZERO``."""
-    if weight.zero == ZERO:
-        return True
-    low, high = (int(code) + ZERO - weight.zero for code in torch.aminmax(weight.codes))
-    return low >= 0 and high <= 255
-
-
-def _moved(weight: QuantizedWeight) -> QuantizedWeight:
-    if weight.zero == ZERO:
-        return weight
-    codes = weight.codes + (ZERO - weight.zero)  # both in 8 bits, which wrap
-    return replace(weight, codes=codes, bits=8, zero=ZERO)
 
 
 @register("quantize", "torch", batch_invariant="yes")
@@ -178,12 +79,14 @@ class TorchQuantizedLinear:
         """weights: their rows follow one another; with ``silu_mul`` the gate's, then the up
         projection's. bias: [sum out_i]. dtype: of x and y; ``logits`` are in FP32."""
         weights = alike(weights)
-        self._group = weights[0].group
-        self._weight = torch.cat([weight.dense() for weight in weights])
+        self._group, self._order = weights[0].group, weights[0].order
+        self._weight = torch.cat([replace(weight, order=None).dense() for weight in weights])
         self._bias, self._epilogue, self._dtype = bias, epilogue, dtype
 
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         wide = self._weight.dtype
+        if self._order is not None:
+            x = x[:, self._order]
         # Rounding is defined in FP32 at most: in more, ties would fall otherwise.
         y = rounded(x.float(), self._group).to(wide) @ self._weight.T
         if self._bias is not None:
@@ -195,4 +98,5 @@ class TorchQuantizedLinear:
         return (silu_mul(y) if self._epilogue == "silu_mul" else y).to(self._dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self._weight[ids].to(self._dtype)
+        found = self._weight[ids].to(self._dtype)
+        return found if self._order is None else found[:, self._order.argsort()]

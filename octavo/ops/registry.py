@@ -21,6 +21,8 @@ _DEFINITIONS = (
     "octavo.ops.add",
     "octavo.ops.linear",
     "octavo.ops.quantized",
+    "octavo.ops.weight_only",
+    "octavo.ops.float8",
     "octavo.ops.rows",
     "octavo.ops.attention",
     "octavo.ops.mla",

@@ -24,7 +24,7 @@ class Dense:
         versions: LinearVersions,
     ) -> Callable[..., torch.Tensor]:
         """Quantized weights that are fused with dense ones are expanded."""
-        from octavo.ops.quantized import QuantizedWeight
+        from octavo.ops.weights import QuantizedWeight
 
         weights, bias = [part["weight"] for part in parts], joined_bias(parts)
         grouped = [isinstance(weight, QuantizedWeight) for weight in weights]

@@ -15,7 +15,7 @@ from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, expanded, gr
 from octavo.model.quantization import choose_quantization
 from octavo.ops.native import library, memory
 from octavo.ops.native.library import Features
-from octavo.ops.quantized import QuantizedWeight
+from octavo.ops.weights import QuantizedWeight
 from octavo.types import ConfigError
 from tests.fixtures import models
 from tests.model.running import all_logits, load, random_ids, write_checkpoint, write_gguf

@@ -22,7 +22,7 @@ from octavo.model.loader.experts import Piece, StoredExperts
 from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, expanded, grouped
 from octavo.model.loader.upload import Uploader
 from octavo.model.spec import DecoderSpec, GQASpec
-from octavo.ops.quantized import QuantizedWeight
+from octavo.ops.weights import QuantizedWeight
 from octavo.types import ConfigError
 
 AnyWeight = TypeVar("AnyWeight", Tensor, QuantizedWeight)

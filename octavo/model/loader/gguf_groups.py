@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.ops.quantized import QuantizedWeight
+from octavo.ops.weights import QuantizedWeight
 
 
 @dataclass(frozen=True)

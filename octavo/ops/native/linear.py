@@ -14,8 +14,9 @@ from torch import Tensor
 from octavo.ops.linear import Epilogue
 from octavo.ops.native import calls, memory
 from octavo.ops.native.library import Features, Kernels, brief_function, function, preferred
-from octavo.ops.quantized import QuantizedWeight, alike, of_codes
+from octavo.ops.quantized import of_codes
 from octavo.ops.registry import register
+from octavo.ops.weights import QuantizedWeight, alike
 
 _HALF = 16  # lanes of the gate and of the up projection in a panel
 _PANEL = 2 * _HALF  # lanes
