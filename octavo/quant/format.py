@@ -1,21 +1,20 @@
 """What a quantization format tells the rest of the engine. Never imports torch at module level.
 
-A checkpoint's format declares the tensors it stores for one projection by logical axis and packing;
-checks before memory is taken, loading and tensor-parallel slicing follow from the declaration.
-``read`` turns them into one of the kinds of weights that the kernels know (``ops.weights``), exactly.
+A checkpoint's format declares the tensors it stores for one projection by logical axis and
+packing; checks before memory is taken, loading and tensor-parallel slicing follow from the
+declaration. ``read`` turns them into one of the kinds of weights that the kernels know
+(``ops.weights``), exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    import torch
-
     from octavo.ops.weights import Quantized
 
 # "one" is an axis of length 1; the length of a "free" one says something only the file knows.
@@ -27,9 +26,9 @@ FLOATS = ("F32", "BF16", "F16")
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a projection. ``axes``: (logical axis, how many of its elements one stored
-    element spans), e.g. a 128-block scale: (("out", 128), ("in", 128)), or codes of 3 bits in int32:
-    (("in", Fraction(32, 3)), ("out", 1)); a span of 0: all of them. ``also``: other axes it may
-    have. ``kinds``: its types, in safetensors' names. ``optional``: it may be absent."""
+    element spans), e.g. a 128-block scale: (("out", 128), ("in", 128)), or codes of 3 bits in
+    int32: (("in", Fraction(32, 3)), ("out", 1)); a span of 0: all of them. ``also``: other axes it
+    may have. ``kinds``: its types, in safetensors' names. ``optional``: it may be absent."""
 
     suffix: str
     axes: Axes
@@ -72,46 +71,3 @@ class CheckpointFormat(Protocol):
 
     def bytes_of(self, out_features: int, in_features: int) -> int:
         """What the weight takes once it is packed for multiplying."""
-
-
-_WEIGHT = StoredTensor("weight", (("out", 1), ("in", 1)))
-_BIAS = StoredTensor("bias", (("out", 1),))
-
-
-@dataclass(frozen=True)
-class LinearVersions:
-    """The chosen versions of the linear operations (octavo.ops), and the dtype they compute in."""
-
-    dense: Callable[..., Any]
-    quantized: Callable[..., Any]
-    quantize: Callable[..., Any]
-    dtype: torch.dtype
-
-
-class Format(Protocol):
-    name: str
-
-    def tensors(self, bias: bool) -> tuple[StoredTensor, ...]:
-        """What the checkpoint holds for one linear."""
-
-    def finish(
-        self,
-        parts: Sequence[Mapping[str, Any]],
-        epilogue: str,
-        versions: LinearVersions,
-    ) -> Callable[..., torch.Tensor]:
-        """``parts``: the tensors (by suffix) of each projection fused into this linear, in order;
-        a weight may be a ``QuantizedWeight`` where the checkpoint holds it so."""
-
-
-def weight_and_bias(bias: bool) -> tuple[StoredTensor, ...]:
-    """What a checkpoint of whole weights holds for one linear."""
-    return (_WEIGHT, _BIAS) if bias else (_WEIGHT,)
-
-
-def joined_bias(parts: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
-    """The biases of fused projections, one after the other."""
-    import torch
-
-    biases = [part["bias"] for part in parts if "bias" in part]
-    return torch.cat(biases) if biases else None
