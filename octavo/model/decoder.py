@@ -36,7 +36,8 @@ class Model:
     ``quantization``: "int8": linears are rounded while loading, the embedding is not; "gguf": some
     weights come quantized; None: all are dense. ``rounded_cache``: keys and values are kept in int8
     (octavo's own CPU kernels alone).
-    ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory.
+    ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory;
+    ``linear_bytes``: the layers' matrices of it.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Model:
         self.reasons: dict[str, str] = {}
         if device == "cpu" and (problem := native.problem()):
             self.reasons["cpu kernels"] = problem
-        self.weight_bytes = 0
+        self.weight_bytes = self.linear_bytes = 0
         chosen = choose_versions(spec, dtype, device, deterministic, quantization, rounded_cache)
         self.implementations = {op: version.name for op, version in chosen.items()}
         ops = {op: version.call for op, version in chosen.items()}

@@ -147,7 +147,7 @@ def load_weights(
             wanted[name] = shape
     firsts = check_complete(source, wanted)
 
-    model.weight_bytes = _weight_bytes(model, source, wanted, dtype)
+    model.weight_bytes, model.linear_bytes = _weight_bytes(model, source, wanted, dtype)
     _check_free(model, source)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
     sizes = [
@@ -166,24 +166,27 @@ def load_weights(
 
 def _weight_bytes(
     model: Model, source: WeightSource, wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> int:
-    """What the weights take in memory once they are packed."""
+) -> tuple[int, int]:
+    """What the weights take in memory once they are packed: all, and the layers' matrices."""
     linears = [*(x for layer in model.layers for x in layer.linears()), *model.embedding.linears()]
     fused = [[f"{name}.weight" for name, _ in linear.parts] for linear in linears]
     alone = set(wanted).difference(*fused)
-    size = 0
+    size = of_layers = 0
     for names in (*fused, *([name] for name in sorted(alone))):
         shapes = {name: wanted[name] for name in names}
         if model.quantization == "int8" and names in fused:
-            size += int(sum(map(math.prod, shapes.values())) * BYTES_PER_WEIGHT)
+            taken = int(sum(map(math.prod, shapes.values())) * BYTES_PER_WEIGHT)
         else:
-            size += source.bytes_packed(shapes, dtype)
+            taken = source.bytes_packed(shapes, dtype)
+        size += taken
+        if names[0].startswith("layers.") and len(wanted[names[0]]) > 1:
+            of_layers += taken
     shared = source.keeps_groups("embed.weight")  # rows are read from the head's packed copy
     if model.spec.embedding.tied and model.device == "cpu" and not shared:
         elements = math.prod(wanted["embed.weight"])
         is_int8 = model.quantization == "int8"
         size += int(elements * (BYTES_PER_WEIGHT if is_int8 else dtype.itemsize))
-    return size
+    return size, of_layers
 
 
 def _fetched(
