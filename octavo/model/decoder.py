@@ -37,7 +37,8 @@ class Model:
     head's where the rounding says so. ``rounds_inputs``: see ``LinearVersions``.
     ``rounded_cache``: keys and values are kept in int8 (octavo's own CPU kernels alone).
     ``quantization``: how the weights are kept, as in ``--quantization``; None: all are dense.
-    ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory.
+    ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory;
+    ``linear_bytes``: the layers' matrices of it.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Model:
         self.reasons: dict[str, str] = {}
         if device == "cpu" and (problem := native.problem()):
             self.reasons["cpu kernels"] = problem
-        self.weight_bytes = 0
+        self.weight_bytes = self.linear_bytes = 0
         chosen = choose_versions(spec, dtype, device, deterministic, rounded_cache)
         self.implementations = {op: version.name for op, version in chosen.items()}
         ops = {op: version.call for op, version in chosen.items()}

@@ -153,7 +153,6 @@ def test_truncated_and_damaged_files_are_refused(copy):
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; this version supports a divisor"),
         ({"head_dim": 15}, "head_dim is 15"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq'"),
     ],
 )
 def test_config_that_cannot_be_run_is_refused_by_name(copy, change, message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from octavo.model.quantization import DENSE, Quantization, choose_quantization
 from octavo.ops.native import library, memory
 from octavo.ops.native.library import Features
 from octavo.quant.rounding import roundings
+from octavo.quant.scheme import Scheme
 from octavo.types import ConfigError
 from tests.fixtures import models
 from tests.model.running import all_logits, load, random_ids, write_checkpoint, write_gguf
@@ -30,16 +30,6 @@ IDS = random_ids(60)
 # ---- the choice ----
 
 
-@dataclass(frozen=True)
-class OfCheckpoint:
-    """What stands in for a quantization_config."""
-
-    name: str
-
-    def format_of(self, module: str) -> None:
-        return None
-
-
 def chosen(
     quantization: str | None,
     is_gguf: bool = False,
@@ -49,7 +39,7 @@ def chosen(
     **flags: Any,
 ) -> Quantization:
     config = ModelConfig(model="m", quantization=quantization, dtype=dtype, **flags)
-    of_checkpoint = OfCheckpoint(scheme) if scheme else None
+    of_checkpoint = Scheme(scheme, lambda module: None) if scheme else None
     return choose_quantization(config, is_gguf, device, of_checkpoint)
 
 

@@ -103,17 +103,18 @@ class DummySource:
     def _quantized(self, found: CheckpointFormat, shape: tuple[int, ...]) -> Weight:
         """Codes of random bits, scales of one size."""
         tensors = {}
+        rows, inputs = shape
         for tensor in found.tensors():
             if tensor.optional:
                 continue
-            size = tensor.shape(*shape)
+            size = tensor.shape(rows, inputs)
             if -1 in size or tensor.kinds[0] not in _RANDOM:
                 raise ConfigError(
                     f"{self.where}: --load-format dummy: no random weights in {found.name}; "
                     "leave quantization_config out, or round them with --quantization"
                 )
-            tensors[tensor.suffix] = self._random(size, _RANDOM[tensor.kinds[0]], shape[1])
-        return found.read(tensors, *shape)
+            tensors[tensor.suffix] = self._random(size, _RANDOM[tensor.kinds[0]], inputs)
+        return found.read(tensors, rows, inputs)
 
     def _random(self, size: tuple[int, ...], dtype: torch.dtype, inputs: int) -> Tensor:
         if dtype.is_floating_point and dtype.itemsize > 1:

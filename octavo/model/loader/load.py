@@ -70,6 +70,8 @@ def load_model(
         if name:
             model.reasons["quantization"] = f"{name}: {why}"
         load_weights(model, source, dtype, progress)
+        if quantization.scheme and quantization.scheme.notes:
+            model.reasons["checkpoint"] = "; ".join(quantization.scheme.notes)
     return model
 
 
@@ -146,7 +148,7 @@ def load_weights(
             wanted[name] = shape
     shares = check_complete(source, wanted)
 
-    model.weight_bytes = _weight_bytes(model, source, wanted, dtype)
+    model.weight_bytes, model.linear_bytes = _weight_bytes(model, source, wanted, dtype)
     _check_free(model, source)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
     if model.rounding:
@@ -167,24 +169,27 @@ def load_weights(
 
 def _weight_bytes(
     model: Model, source: WeightSource, wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> int:
-    """What the weights take in memory once they are packed."""
+) -> tuple[int, int]:
+    """What the weights take in memory once they are packed: all, and the layers' matrices."""
     linears = [*(x for layer in model.layers for x in layer.linears()), *model.embedding.linears()]
     groups = [([f"{name}.weight" for name, _ in x.parts], x.is_rounded) for x in linears]
     fused = {name for names, _ in groups for name in names}
     for name in sorted(set(wanted) - fused):
         is_expert = ".experts." in name and len(wanted[name]) == 2
         groups.append(([name], is_expert and model.rounding is not None))
-    size = 0
+    size = of_layers = 0
     for names, is_rounded in groups:
         shapes = {name: wanted[name] for name in names}
         if is_rounded and not any(map(source.is_quantized, names)):
             assert model.rounding is not None
-            size += sum(model.rounding.bytes_of(*shape) for shape in shapes.values())
+            taken = sum(model.rounding.bytes_of(*shape) for shape in shapes.values())
         elif len({source.is_quantized(name) for name in names}) == 1:
-            size += source.bytes_packed(shapes, dtype)
+            taken = source.bytes_packed(shapes, dtype)
         else:  # packed apart
-            size += sum(source.bytes_packed({name: shapes[name]}, dtype) for name in names)
+            taken = sum(source.bytes_packed({name: shapes[name]}, dtype) for name in names)
+        size += taken
+        if names[0].startswith("layers.") and len(wanted[names[0]]) > 1:
+            of_layers += taken
     shared = source.is_quantized("embed.weight")  # rows are read from the head's packed copy
     tied, rounding = model.spec.embedding.tied, model.embedding.head.rounding
     shape = wanted["embed.weight"]
@@ -192,7 +197,7 @@ def _weight_bytes(
         size += rounding.bytes_of(*shape)
     elif tied and model.device == "cpu" and not shared:
         size += math.prod(shape) * dtype.itemsize
-    return size
+    return size, of_layers
 
 
 def _fetched(

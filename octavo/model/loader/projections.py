@@ -3,7 +3,7 @@ mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -71,18 +71,27 @@ class StoredProjections:
         return {s: self._stored[full] for s, full in names.items() if full in self._stored}
 
     def weight(
-        self, name: str, tensors: Mapping[str, Callable[[], Tensor]], shape: tuple[int, ...]
+        self,
+        name: str,
+        tensors: Mapping[str, Callable[[], Tensor]],
+        shape: tuple[int, ...],
+        parts: Sequence[int] = (),
     ) -> Quantized:
-        """What these tensors mean. Raises ConfigError where they mean nothing."""
+        """What these tensors mean. ``parts``: see ``CheckpointFormat.read``. Raises ConfigError
+        where they mean nothing."""
         found, module = self.format_of(name), name.removesuffix(WEIGHT)
         assert found is not None
         values = {suffix: call() for suffix, call in tensors.items()}
-        weight: Quantized = self._clause(module, found.read, values, *shape)
+        weight: Quantized = self._clause(module, found.read, values, *shape, parts)
         return weight
 
-    def is_of_one(self, name: str) -> bool:
-        """Whether the stored tensor ``name`` lies beside a quantized projection's."""
-        return self.format_of(name.rpartition(".")[0] + WEIGHT) is not None
+    def is_spare(self, name: str) -> bool:
+        """Whether the stored tensor ``name`` lies beside a quantized projection's, and may mean
+        nothing: if it is zero."""
+        module, _, suffix = name.rpartition(".")
+        if self._scheme is None or suffix not in self._scheme.spare_suffixes:
+            return False
+        return self.format_of(module + WEIGHT) is not None
 
     def bytes_of(self, name: str, shape: tuple[int, ...]) -> int:
         """What the projection takes once it is packed."""

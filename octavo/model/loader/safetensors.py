@@ -108,7 +108,7 @@ class SafetensorsSource:
     def is_needless(self, name: str) -> bool:
         """AutoGPTQ gives every projection a bias: zeros, where the model has none."""
         tensor = self._stored[name]
-        if not name.endswith(".bias") or not self._projections.is_of_one(name):
+        if not self._projections.is_spare(name):
             return False
         return not self._copied(tensor, lambda values: values, torch.uint8).any()
 
@@ -168,7 +168,7 @@ class SafetensorsSource:
         }
 
         def weight() -> Weight:
-            found = self._projections.weight(place.name, calls, whole)
+            found = self._projections.weight(place.name, calls, whole, share.parts)
             if whole[0] == shape[0]:
                 return found
             return found[share.first : share.first + shape[0]]

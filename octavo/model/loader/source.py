@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,10 +23,16 @@ StoredAs = Mapping[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class Share:
-    """Of a stored tensor: outputs from ``first`` on, of ``rows`` in all (0: no more than its)."""
+    """Of a stored tensor: outputs from ``first`` on. ``parts``: the outputs of all parameters that
+    lie in it, in order; () where there is no other."""
 
     first: int = 0
-    rows: int = 0
+    parts: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Of the stored tensor; 0: no more than the parameter's."""
+        return sum(self.parts)
 
 
 WHOLE = Share()
@@ -105,17 +111,32 @@ def check_complete(source: WeightSource, wanted: Mapping[str, tuple[int, ...]]) 
         if stored.name in shapes:
             firsts[name] = shapes[stored.name][0]
         shapes[stored.name] = (firsts.get(name, 0) + rows, *rest)
-    shared = {source.place(name).name for name in firsts}
-    shares = {
-        name: Share(firsts.get(name, 0), shapes[where][0])
-        for name in others
-        if (where := source.place(name).name) in shared
-    }
+    shares = _shares(source, wanted, others, firsts)
     for name in others:
         stored = source.place(name)
         if stored.transposed and name not in firsts:
             shapes[stored.name] = shapes[stored.name][::-1]
     _check_stored(source, shapes)
+    return shares
+
+
+def _shares(
+    source: WeightSource,
+    wanted: Mapping[str, tuple[int, ...]],
+    names: Sequence[str],
+    firsts: Mapping[str, int],
+) -> dict[str, Share]:
+    """Of those that share a stored tensor. ``firsts``: where in it those begin that are not the
+    first."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        parts.setdefault(source.place(name).name, []).append(name)
+    shares: dict[str, Share] = {}
+    for sharing in parts.values():
+        if len(sharing) > 1:
+            ordered = sorted(sharing, key=lambda name: firsts.get(name, 0))
+            rows = tuple(wanted[name][0] for name in ordered)
+            shares |= {name: Share(firsts.get(name, 0), rows) for name in sharing}
     return shares
 
 
