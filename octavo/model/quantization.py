@@ -2,50 +2,165 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from octavo.config import ModelConfig
 from octavo.ops import registry
 from octavo.ops.native import library
+from octavo.quant.rounding import Rounding, roundings
+from octavo.quant.scheme import Scheme
 from octavo.types import ConfigError
 
 _EXACT = ("float", "float32")
 _HALF = ("half", "float16")
+# Spellings of vLLM for kernels of its own.
+_SAME = {"gptq_marlin": "gptq", "awq_marlin": "awq", "fbgemm_fp8": "fp8"}
+# What names checkpoints may have that are asked for by another one.
+_ALSO = {"fp8_per_tensor": "fp8", "fp8_per_channel": "fp8", "fp8_per_block": "fp8"}
 
 
-def choose_quantization(config: ModelConfig, is_gguf: bool, device: str) -> tuple[str | None, str]:
-    """For ``--quantization`` on ``device`` ("cpu", "cuda"): "int8" (dense weights are rounded while
-    loading), "gguf" (a file's groups are kept) or None (dense weights), and why.
+@dataclass(frozen=True)
+class Quantization:
+    """``name``: as in ``--quantization``, None: weights are dense. ``scheme``: of the checkpoint.
+    ``rounding``: what dense weights become while loading. ``keeps_groups``: a GGUF file's quantized
+    matrices come as such. ``rounds_inputs``: see ``LinearVersions``."""
 
-    A GGUF file's groups are kept on a CPU that has kernels for them, unless FP32 was asked for
-    (with groups, inputs are rounded to 8 bits) or FP16 (which the kernels do not take). Raises
+    name: str | None = None
+    reason: str = ""
+    scheme: Scheme | None = None
+    rounding: Rounding | None = None
+    keeps_groups: bool = False
+    rounds_inputs: bool = True
+
+
+DENSE = Quantization()
+
+
+def choose_quantization(
+    config: ModelConfig, is_gguf: bool, device: str, scheme: Scheme | None = None
+) -> Quantization:
+    """For ``--quantization`` on ``device`` ("cpu", "cuda") and what the checkpoint says of itself.
+
+    A GGUF file's groups are kept where there are kernels for them, unless FP32 was asked for on a
+    CPU (with groups, inputs are rounded to 8 bits) or FP16 (which its kernels do not take). Raises
     ConfigError where what was asked for cannot be had.
     """
     asked = config.quantization
-    if asked == "gguf" and not is_gguf:
+    asked = _SAME.get(asked, asked) if asked else None
+    if config.quantization_fp8_dynamic and not (asked or "").startswith("fp8"):
+        raise ConfigError("--quantization-fp8-dynamic: goes with --quantization fp8")
+    if device == "cpu" and (asked or scheme is not None):
+        _check_kernels(config, asked, scheme)
+    if scheme is not None:
+        found = _of_checkpoint(config, asked, scheme)
+    elif is_gguf and asked in (None, "gguf"):
+        found = _of_groups(config, asked, device)
+    elif asked is None:
+        found = DENSE
+    else:
+        found = _while_loading(config, asked, is_gguf, device)
+    return _with_inputs(found, config, device)
+
+
+def _of_checkpoint(config: ModelConfig, asked: str | None, scheme: Scheme) -> Quantization:
+    if asked and _ALSO.get(asked, asked) != _ALSO.get(scheme.name, scheme.name):
         raise ConfigError(
-            f"--quantization gguf: {config.model} is no GGUF file; use int8, or leave it out"
+            f"--quantization {asked}: {config.model} is in {scheme.name} already, as its "
+            "quantization_config says; leave the flag out"
         )
-    if device != "cpu":
-        if asked:
-            raise ConfigError(
-                f"--quantization {asked}: not in this version on a GPU; leave it out, or hide the "
-                "GPU with CUDA_VISIBLE_DEVICES= to run on the CPU"
-            )
-        return None, ""
-    native = registry.select("quantized_linear", "cpu", torch.float32).name == "native"
-    if asked and not native:
+    return Quantization(scheme.name, "the checkpoint's own", scheme=scheme)
+
+
+def _of_groups(config: ModelConfig, asked: str | None, device: str) -> Quantization:
+    if device == "cpu":
+        native = registry.select("quantized_linear", "cpu", torch.float32).name == "native"
+        if not asked and (not native or config.dtype in (*_EXACT, *_HALF)):
+            return DENSE
+    reason = "--quantization gguf" if asked else "the file's own groups"
+    if device == "cpu" and not asked:
+        reason += "; --dtype float32 expands them and is exact"
+    return Quantization("gguf", reason, keeps_groups=True)
+
+
+def _while_loading(config: ModelConfig, asked: str, is_gguf: bool, device: str) -> Quantization:
+    found = roundings(device).get(asked)
+    if found is None:
+        kind = "a GGUF file" if asked == "gguf" else f"a checkpoint in {asked}"
         raise ConfigError(
-            f"--quantization {asked}: needs octavo's CPU kernels, which are "
+            f"--quantization {asked}: {config.model} is not {kind}, its weights are "
+            f"{'in groups of GGUF' if is_gguf else 'not quantized'}; to round them while loading "
+            f"use {', '.join(roundings(device))}, or make one with `octavo quantize`"
+        )
+    if config.quantize_head is not None:
+        found = replace(found, head=config.quantize_head)
+    return Quantization(asked, f"--quantization {asked}: {found.meaning}", rounding=found)
+
+
+def _with_inputs(found: Quantization, config: ModelConfig, device: str) -> Quantization:
+    """With the decision whether inputs are rounded, and what there is to say of it."""
+    wanted = config.quantized_activations
+    if found.name is None:
+        if wanted == "always":
+            raise ConfigError(
+                f"--quantized-activations always: the weights of {config.model} are not quantized; "
+                "add --quantization fp8 or int8"
+            )
+        return found
+    is_fp8 = found.name.startswith("fp8")
+    can, why = _can_round(found.name, device)
+    if wanted == "always" and not can:
+        raise ConfigError(
+            f"--quantized-activations always: {why}; leave it out: weights stay quantized all the "
+            "same, and inputs are as they come"
+        )
+    if wanted == "never" or not can:
+        by_flag = wanted == "never"
+        reason = "--quantized-activations never" if by_flag else why if is_fp8 else ""
+        if reason:
+            reason = f"; {reason}: inputs stay as they are"
+        return replace(found, reason=found.reason + reason, rounds_inputs=False)
+    if device == "cpu":
+        exact = config.dtype in _EXACT and found.name not in ("int8", "gguf")
+        by_format = found.name.endswith(("int8_weight_only", "bitsandbytes_int8"))
+        if wanted == "auto" and (exact or by_format):
+            return replace(found, rounds_inputs=False)
+        if found.scheme is not None:
+            note = "; inputs of 4-bit and 8-bit weights are rounded to 8 bits by group"
+            return replace(found, reason=found.reason + note)
+    return found
+
+
+def _can_round(name: str, device: str) -> tuple[bool, str]:
+    """Whether the device multiplies what ``name`` rounds inputs to, else why not."""
+    what = "this CPU" if device == "cpu" else "this GPU"
+    if name.startswith("fp8"):
+        if device != "cpu" and multiplies_float8():
+            return True, ""
+        return False, f"{what} does not multiply FP8 (GPUs of compute capability 8.9 and above do)"
+    by_format = ("int8", "compressed-tensors")
+    if device != "cpu" and name not in by_format:
+        return False, f"{name} has no rounded inputs on a GPU"
+    return True, ""
+
+
+def multiplies_float8() -> bool:
+    """Whether the current GPU has tensor cores for it: Ada, Hopper and later."""
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _check_kernels(config: ModelConfig, asked: str | None, scheme: Scheme | None) -> None:
+    """Raises ConfigError where this CPU cannot multiply what is quantized."""
+    subject = f"--quantization {asked}:"
+    if asked is None and scheme is not None:
+        subject = f"{config.model}: its weights in {scheme.name}"
+    if registry.select("quantized_linear", "cpu", torch.float32).name != "native":
+        raise ConfigError(
+            f"{subject} {'needs' if asked else 'need'} octavo's CPU kernels, which are "
             f"{library.problem() or 'for AVX2 at least: this CPU has none'}"
         )
-    if asked and config.dtype in _HALF:
+    if config.dtype in _HALF:
         raise ConfigError(
-            f"--quantization {asked}: not with --dtype {config.dtype} on a CPU; use bfloat16 or "
-            "float32"
+            f"{subject} not with --dtype {config.dtype} on a CPU; use bfloat16 or float32"
         )
-    if asked:
-        return asked, f"--quantization {asked}"
-    if is_gguf and native and config.dtype not in (*_EXACT, *_HALF):
-        return "gguf", "the file's own groups; --dtype float32 expands them and is exact"
-    return None, ""
