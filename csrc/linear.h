@@ -47,6 +47,9 @@ struct CodeLayout {
         group(header + linear.group * kPanel * linear.bits / 8) {}
 };
 
+// How many quads of inputs have their codes together.
+constexpr int quads_together(int64_t bits) { return bits < 4 ? 4 : 1; }
+
 // The first `count` numbers of a vector, all of them where it has no more.
 template <class Isa, class T>
 OCTAVO_INLINE typename Isa::Vec load_firsts(const T* from, int64_t count) {

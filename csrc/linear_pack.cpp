@@ -11,15 +11,47 @@
 namespace octavo {
 namespace {
 
-// Where the code of a lane and an input of a group lies: its byte, and how far up in it.
+// Where the code of a lane and an input of a group lies: its byte, and how far up in it. Of 3 bits
+// these are the lower two.
 struct CodePlace {
   int64_t byte;
   int shift;
-  CodePlace(int64_t bits, int64_t lane, int64_t input)
-      : byte(bits == 4 ? input / 4 * 64 + lane % kHalf * 4 + input % 4
-                       : input / 4 * 128 + lane * 4 + input % 4),
-        shift(bits == 4 && lane >= kHalf ? 4 : 0) {}
+  CodePlace(int64_t bits, int64_t lane, int64_t input) {
+    const int64_t within = lane % kHalf * 4 + input % 4, half = lane / kHalf;
+    if (bits == 8) {
+      byte = input / 4 * 128 + lane * 4 + input % 4;
+      shift = 0;
+    } else if (bits == 4) {
+      byte = input / 4 * 64 + within;
+      shift = static_cast<int>(half * 4);
+    } else {
+      byte = input / 16 * 64 * bits + input % 16 / 8 * 64 + within;
+      shift = static_cast<int>(input % 8 / 4 * 4 + half * 2);
+    }
+  }
+  // Of the third bit.
+  static CodePlace third(int64_t lane, int64_t input) {
+    CodePlace place(3, lane, input);
+    place.byte = input / 16 * 64 * 3 + 2 * 64 + lane % kHalf * 4 + input % 4;
+    place.shift = static_cast<int>(input % 16 / 4 * 2 + lane / kHalf);
+    return place;
+  }
 };
+void put_code(char* codes, int64_t bits, int64_t lane, int64_t input, int code) {
+  const CodePlace at(bits, lane, input);
+  codes[at.byte] |= static_cast<char>((bits == 3 ? code & 3 : code) << at.shift);
+  if (bits != 3) return;
+  const CodePlace third = CodePlace::third(lane, input);
+  codes[third.byte] |= static_cast<char>(code >> 2 << third.shift);
+}
+int take_code(const char* codes, int64_t bits, int64_t lane, int64_t input) {
+  const CodePlace at(bits, lane, input);
+  const int mask = bits == 3 ? 3 : (1 << bits) - 1;
+  const int code = static_cast<uint8_t>(codes[at.byte]) >> at.shift & mask;
+  if (bits != 3) return code;
+  const CodePlace third = CodePlace::third(lane, input);
+  return code | (static_cast<uint8_t>(codes[third.byte]) >> third.shift & 1) << 2;
+}
 
 struct Lane {
   int64_t panel, lane;
@@ -60,9 +92,7 @@ void look_up(const OctavoLinear& linear, int64_t id, T* y) {
                      (linear.has_zeros ? static_cast<int8_t>(block[layout.scales + lane]) : 0);
     const int64_t first = g * linear.group, count = least(linear.group, linear.inputs - first);
     for (int64_t i = 0; i < count; ++i) {
-      const CodePlace at(linear.bits, lane, i);
-      const int code = static_cast<uint8_t>(block[layout.header + at.byte]) >> at.shift &
-                       ((1 << linear.bits) - 1);
+      const int code = take_code(block + layout.header, linear.bits, lane, i);
       y[linear.order ? linear.order[first + i] : first + i] =
           from_float<T>(static_cast<float>(code - zero) * scale + minimum);
     }
@@ -146,11 +176,9 @@ void octavo_linear_pack_codes(const OctavoLinear* linear, const uint8_t* codes, 
         if (zeros)
           block[layout.scales + lane] = static_cast<char>(zeros[row * groups + g]);
         const int64_t first = g * linear->group;
-        for (int64_t i = 0; i < least(linear->group, linear->inputs - first); ++i) {
-          const CodePlace to(linear->bits, lane, i);
-          block[layout.header + to.byte] |=
-              static_cast<char>(codes[row * linear->inputs + first + i] << to.shift);
-        }
+        for (int64_t i = 0; i < least(linear->group, linear->inputs - first); ++i)
+          put_code(block + layout.header, linear->bits, lane, i,
+                   codes[row * linear->inputs + first + i]);
       }
     }
   }

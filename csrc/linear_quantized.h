@@ -1,7 +1,8 @@
 // Linears on quantized weights: products of 8 bits, summed up exactly within a group.
 //
 // `Isa` brings, beside its vectors, `Ints` of as many int32 as a Vec has numbers, and
-//   codes<BITS>(from, to)         32 lanes' codes of four inputs each, less kOffset<BITS>
+//   codes<BITS>(from, quad, to)   32 lanes' codes of four inputs each, less kOffset<BITS>; with 2
+//                                 and 3 bits from the four quads that lie together
 //   dot<BITS>(sums, codes, quad)  sums + the products of codes and four inputs
 //   load_halves(from)             FP16 numbers as FP32
 //   set_ints(x), quad(from), floats(ints)
@@ -50,7 +51,8 @@ template <class Isa, int BITS, int MAX_ROWS>
 class Quantized {
  public:
   static constexpr int kMaxRows = MAX_ROWS;
-  static constexpr int64_t kStepBytes = kPanel * 4 * BITS / 8;
+  static constexpr int kQuads = quads_together(BITS);
+  static constexpr int64_t kStepBytes = kQuads * kPanel * 4 * BITS / 8;
   static constexpr int64_t kAhead = 4096;
   static_assert(RoundedLayout::kMaxWidth % kMaxRows == 0, "tiles of a full block are full");
 
@@ -99,7 +101,7 @@ class Quantized {
       for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < kVecs<Isa>; ++v) dots[r][v] = Isa::set_ints(x.starts[r]);
       add_quads<ROWS>(dots, x.quads, weights, linear_.group / 4, ahead);
-      weights += linear_.group / 4 * kStepBytes;
+      weights += linear_.group / 4 / kQuads * kStepBytes;
       add_group<ROWS>(sums, dots, x, header);
     }
 #pragma GCC unroll 16
@@ -135,16 +137,19 @@ class Quantized {
                                int64_t quads, Ahead& ahead) const {
     const int64_t width = 4 * layout_.width;
 #pragma GCC unroll 1
-    for (int64_t q = 0; q < quads; ++q, weights += kStepBytes, x += width) {
+    for (int64_t q = 0; q < quads; q += kQuads, weights += kStepBytes) {
       ahead.fetch<1, kStepBytes / kLine>();
-      Ints codes[kVecs<Isa>];
-      Isa::template codes<BITS>(weights, codes);
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) {
-        const Ints quad = Isa::quad(x + 4 * r);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVecs<Isa>; ++v)
-          dots[r][v] = Isa::template dot<BITS>(dots[r][v], codes[v], quad);
+      for (int step = 0; step < kQuads; ++step, x += width) {
+        Ints codes[kVecs<Isa>];
+        Isa::template codes<BITS>(weights, step, codes);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+          const Ints quad = Isa::quad(x + 4 * r);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVecs<Isa>; ++v)
+            dots[r][v] = Isa::template dot<BITS>(dots[r][v], codes[v], quad);
+        }
       }
     }
   }
@@ -212,10 +217,11 @@ class Quantized {
 template <class Isa, int MAX_ROWS>
 void multiply_quantized(const void* arguments) {
   const auto& call = *static_cast<const OctavoLinearCall*>(arguments);
-  if (call.linear->bits == 4) {
-    multiply<Quantized<Isa, 4, MAX_ROWS>>(arguments);
-  } else {
-    multiply<Quantized<Isa, 8, MAX_ROWS>>(arguments);
+  switch (call.linear->bits) {
+    case 2: return multiply<Quantized<Isa, 2, MAX_ROWS>>(arguments);
+    case 3: return multiply<Quantized<Isa, 3, MAX_ROWS>>(arguments);
+    case 4: return multiply<Quantized<Isa, 4, MAX_ROWS>>(arguments);
+    default: return multiply<Quantized<Isa, 8, MAX_ROWS>>(arguments);
   }
 }
 

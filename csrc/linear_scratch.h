@@ -66,7 +66,7 @@ struct TileLayout {
   // Whether groups are whole tiles and codes less their zero signed bytes.
   static bool fits(const OctavoLinear& linear) {
     return (linear.group <= 64 || linear.group % 64 == 0) &&
-           (linear.bits == 4 || linear.zero == 128) &&
+           (linear.bits < 8 || linear.zero == 128) &&
            num_groups(linear) * linear.group * 32 <= kMostUnpacked;
   }
   static int64_t bytes(const OctavoLinear& linear, int64_t rows) {

@@ -109,10 +109,11 @@ class QuantizedTiles {
     const auto zero = Isa::set_bytes(static_cast<char>(linear_.zero));
     for (int64_t g = 0; g < groups_; ++g, weights += weights_.group) {
       const char* from = weights + weights_.header;
+      constexpr int kQuads = quads_together(BITS);
       for (int64_t quad = 0; quad < linear_.group / 4; ++quad, to += kStride) {
         typename Isa::Ints codes[2];
-        Isa::template codes<BITS>(from, codes);
-        from += kStride * BITS / 8;
+        Isa::template codes<BITS>(from, quad % kQuads, codes);
+        if (quad % kQuads == kQuads - 1) from += kQuads * kStride * BITS / 8;
         Isa::store_bits(to, Isa::sub_bytes(codes[0], zero));
         Isa::store_bits(to + kLine, Isa::sub_bytes(codes[1], zero));
       }
@@ -163,10 +164,11 @@ void multiply_quantized_tiles(const void* arguments) {
   if (*call.rows < kLeastTileRows || !TileLayout::fits(linear))
     return octavo_linear_quantized_avx512vnni(arguments);
   const typename Tiles::Session session{TileShapes(4, 6, least(linear.group, kLine))};
-  if (linear.bits == 4) {
-    multiply<QuantizedTiles<Isa, Tiles, 4>>(arguments);
-  } else {
-    multiply<QuantizedTiles<Isa, Tiles, 8>>(arguments);
+  switch (linear.bits) {
+    case 2: return multiply<QuantizedTiles<Isa, Tiles, 2>>(arguments);
+    case 3: return multiply<QuantizedTiles<Isa, Tiles, 3>>(arguments);
+    case 4: return multiply<QuantizedTiles<Isa, Tiles, 4>>(arguments);
+    default: return multiply<QuantizedTiles<Isa, Tiles, 8>>(arguments);
   }
 }
 

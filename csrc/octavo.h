@@ -146,11 +146,12 @@ enum {
 // in BF16, as the instructions take them: [panels][inputs][32] or [panels][inputs / 2][32][2], where
 // inputs in BF16 are rounded up to a multiple of 32, what a tile of AMX takes.
 //
-// Quantized weights are (code - zero) * scale + minimum, codes of 4 or 8 bits, with a scale and
-// perhaps a minimum for each output and `group` inputs (a multiple of 4, at most 65,536; the last
-// group may be shorter). [panels][groups] of: scales [32]; minimums [32], if there are any; codes,
+// Quantized weights are (code - zero) * scale + minimum, codes of 2, 3, 4 or 8 bits, with a scale
+// and perhaps a minimum for each output and `group` inputs (a multiple of 4, with 2 and 3 bits of
+// 16, at most 65,536; the last group may be shorter). [panels][groups] of: scales [32]; minimums [32], if there are any; codes,
 // [group / 4][32][4] bytes with 8 bits and [group / 4][16][4] with 4, where the code of lane 16 + i
-// lies above that of lane i. With `has_zeros`, instead of minimums, int8 [32]: what is to be
+// lies above that of lane i; with 2 [group / 16][2][16][4], where two quads' of both lanes lie above
+// each other; with 3 these, and after each [16][4] of the third bits of all four quads. With `has_zeros`, instead of minimums, int8 [32]: what is to be
 // subtracted from the codes of the group beyond `zero`.
 //
 // Weights that are expanded (`coding`) become dense ones, a panel or a part of one at a time, where
@@ -180,7 +181,7 @@ struct OctavoLinear {
   int64_t stride;    // outputs from a row of y and other to the next, at least `outputs`
   int64_t epilogue;  // one of the above
   int64_t element;   // OCTAVO_F32 or OCTAVO_BF16: of x, other and y
-  int64_t bits;      // of a code: 4 or 8, of expanded weights also 2 and 3; 0 if they are dense
+  int64_t bits;      // of a code: 2, 3, 4 or 8; 0 if they are dense
   int64_t group;     // 0: expanded weights without scales of groups
   int64_t zero;
   int64_t has_minimums;

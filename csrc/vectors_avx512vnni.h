@@ -13,8 +13,18 @@ struct Vnni : Avx512 {
   static constexpr int kOffset = 0;
 
   template <int BITS>
-  static OCTAVO_INLINE void codes(const char* from, Ints (&to)[2]) {
-    if constexpr (BITS == 4) {
+  static OCTAVO_INLINE void codes(const char* from, int quad, Ints (&to)[2]) {
+    if constexpr (BITS < 4) {
+      const Ints two = load_bits(from + quad / 2 * sizeof(Ints));
+      const Ints one = BITS == 3 ? load_bits(from + 2 * sizeof(Ints)) : two;
+      for (int half = 0; half < 2; ++half) {
+        to[half] = _mm512_and_si512(down(two, quad % 2 * 4 + half * 2), _mm512_set1_epi8(3));
+        if constexpr (BITS == 3) {
+          const Ints third = down(one, quad * 2 + half - 2);
+          to[half] = _mm512_ternarylogic_epi32(third, _mm512_set1_epi8(4), to[half], 0xea);
+        }
+      }
+    } else if constexpr (BITS == 4) {
       const Ints both = load_bits(from), low = _mm512_set1_epi8(15);
       to[0] = _mm512_and_si512(both, low);
       to[1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
@@ -22,6 +32,11 @@ struct Vnni : Avx512 {
       to[0] = load_bits(from);
       to[1] = load_bits(from + sizeof(Ints));
     }
+  }
+  // Words of 16 bits shifted right, or left where the count is negative.
+  static OCTAVO_INLINE Ints down(Ints bits, int count) {
+    if (count < 0) return _mm512_sll_epi16(bits, _mm_cvtsi32_si128(-count));
+    return _mm512_srl_epi16(bits, _mm_cvtsi32_si128(count));
   }
   template <int BITS>
   static OCTAVO_INLINE Ints dot(Ints sums, Ints codes, Ints quad) {

@@ -109,6 +109,9 @@ def check(
 
 
 KINDS = {  # bits, scales, minimums, zero (None: of each group)
+    "2 bits, FP16, minimums": (2, FP16, True, 0),
+    "3 bits, FP16, zero": (3, FP16, False, 4),
+    "3 bits, FP32, zeros": (3, FP32, False, None),
     "4 bits, FP16, zero": (4, FP16, False, 8),
     "4 bits, FP16, minimums": (4, FP16, True, 0),
     "4 bits, FP32, minimums": (4, FP32, True, 0),
@@ -122,11 +125,17 @@ KINDS = {  # bits, scales, minimums, zero (None: of each group)
 }
 
 
+def fitting(group: int, bits: int) -> int:
+    """Codes of 2 and 3 bits come in sixteens."""
+    return -(-group // 16) * 16 if bits < 4 else group
+
+
 @pytest.mark.parametrize("group", (4, 16, 32, 64, 128, 580))
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_any_kind_and_number_of_inputs(kernel, kind, group):
     """Also not a multiple of the group, and fewer. 580: one group over all inputs."""
     bits, scales, minimums, zero = kind
+    group = fitting(group, bits)
     for inputs in (1, 3, 64, 257, 577):
         some = weight(70, inputs, bits, group, scales, minimums, zero)
         for rows in (5, 35):  # tiles of AMX are for many
@@ -187,6 +196,7 @@ MIXED = {
     "FP16 and FP32": [weight(8, 70, 4, 64, FP16, True), weight(33, 70, 4, 32, FP32, True)],
     "minimums and none": [weight(8, 64, zero=8), weight(8, 64, zero=8, minimums=True)],
     "one with both": [weight(40, 64, zero=8, minimums=True)],
+    "3 and 4 bits": [weight(40, 64, 3, zero=None), weight(9, 64, 4, zero=None)],
     "zeros and a zero": [weight(40, 64, zero=None), weight(9, 64, zero=8)],
     "zeros of 4 and 8 bits": [weight(40, 64, 8, zero=None), weight(9, 64, zero=None)],
     "zeros and minimums": [weight(40, 64, zero=None), weight(9, 64, minimums=True)],
@@ -220,7 +230,7 @@ def test_rows_are_those_of_the_expanded_weight_exactly(kernel, kind):
     bits, scales, minimums, zero = kind
     ids = torch.tensor([0, 69, 3, 3, 31, 32, 68, 1])
     for group, inputs in ((4, 57), (32, 96), (64, 100), (128, 300)):
-        some = weight(70, inputs, bits, group, scales, minimums, zero)
+        some = weight(70, inputs, bits, fitting(group, bits), scales, minimums, zero)
         dense = some.dense()
         for dtype in (FP32, BF16):
             linear = NativeQuantizedLinear([some], None, "logits", dtype)
@@ -229,7 +239,9 @@ def test_rows_are_those_of_the_expanded_weight_exactly(kernel, kind):
 
 
 @pytest.mark.parametrize("codes", ("0", "all ones", "alternating"))
-@pytest.mark.parametrize(("bits", "zero"), ((4, 0), (4, 8), (8, 0), (8, 128), (8, 255)))
+@pytest.mark.parametrize(
+    ("bits", "zero"), ((2, 0), (3, 4), (4, 0), (4, 8), (8, 0), (8, 128), (8, 255))
+)
 def test_nothing_saturates(kernel, bits, zero, codes):
     """Codes and inputs at the ends of their ranges: an integer, exact below 2^24."""
     inputs, top = 512, (1 << bits) - 1
@@ -325,15 +337,18 @@ def test_weights_whose_inputs_have_different_orders_cannot_be_fused():
         NativeQuantizedLinear(both, None, "none", FP32)
 
 
-def test_codes_that_would_grow_are_refused():
+def test_small_codes_in_groups_that_are_no_sixteens_are_refused():
     for bits in (2, 3):
-        with pytest.raises(ValueError, match=f"codes of {bits} bits, not 4 or 8"):
-            NativeQuantizedLinear([weight(8, 64, bits)], None, "none", FP32)
+        with pytest.raises(ValueError, match=f"codes of {bits} bits in groups of 40 inputs"):
+            NativeQuantizedLinear([weight(8, 80, bits, 40)], None, "none", FP32)
 
 
-def test_zeros_take_a_byte_of_each_group():
-    linear = NativeQuantizedLinear([weight(64, 1024, 4, 128, zero=None)], None, "none", FP32)
-    assert 8 * len(linear._panels) / (64 * 1024) == 4 + 24 / 128
+def test_packed_weights_are_as_small_as_their_codes():
+    """Beside them 128 inputs have a scale in FP16 and a zero of a byte."""
+    for bits in (2, 3, 4, 8):
+        some = weight(64, 1024, bits, 128, zero=None)
+        linear = NativeQuantizedLinear([some], None, "none", FP32)
+        assert 8 * len(linear._panels) / (64 * 1024) == bits + 24 / 128
 
 
 CASES = [(4, FP16, True, 0), (8, FP16, False, 128), (4, FP16, False, None)]

@@ -237,12 +237,15 @@ class NativeQuantizedLinear(Packed):
         dtype: torch.dtype,
     ) -> None:
         """As the definition. They are copied, in one kind that holds them all. Raises ValueError
-        for codes of 2 and 3 bits, which would take 4: ``weight_only_linear`` keeps them small."""
+        for codes of 2 and 3 bits in groups that are no multiple of 16 inputs."""
         kernel = preferred(QUANTIZED)
         assert kernel is not None, "not available"
         weights = alike(weights)
-        if weights[0].bits < 4:
-            raise ValueError(f"codes of {weights[0].bits} bits, not 4 or 8")
+        if weights[0].bits < 4 and weights[0].group % 16:
+            raise ValueError(
+                f"codes of {weights[0].bits} bits in groups of {weights[0].group} inputs, which is "
+                "no multiple of 16"
+            )
         if epilogue == "silu_mul" and len(weights) == 1:
             half = len(weights[0].codes) // 2
             weights = [weights[0][:half], weights[0][half:]]
