@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.json_file import read_object
-from octavo.quant import awq, gptq
+from octavo.quant import awq, compressed_tensors, fp8, gptq
 from octavo.quant.fields import Fields
 from octavo.quant.format import Scheme
 
@@ -22,6 +22,8 @@ __all__ = ["METHODS", "Scheme", "read_scheme"]
 METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "gptq": gptq.scheme,
     "awq": awq.scheme,
+    "fp8": fp8.scheme,
+    "compressed-tensors": compressed_tensors.scheme,
 }
 _KEYS = ("quantization_config", "compression_config")
 _FILES = ("quantize_config.json", "quant_config.json")

@@ -51,3 +51,63 @@ def awq(qweight: Array, qzeros: Array, scales: Array) -> Array:
             zero = int(qzeros[i // group, o // 8]) >> shift & 15
             dense[o, i] = np.float32(code - zero) * np.float32(scales[i // group, o])
     return dense
+
+
+def float8(byte: int, exponent_bits: int) -> float:
+    """OCP FP8: E4M3 (4; no infinity, NaN is all ones) or E5M2 (5; as IEEE)."""
+    mantissa_bits = 7 - exponent_bits
+    sign = -1.0 if byte & 128 else 1.0
+    exponent = byte >> mantissa_bits & ((1 << exponent_bits) - 1)
+    mantissa = byte & ((1 << mantissa_bits) - 1)
+    bias = (1 << (exponent_bits - 1)) - 1
+    top = exponent == (1 << exponent_bits) - 1
+    if exponent_bits == 4 and top and mantissa == 7:
+        return float("nan")
+    if exponent_bits == 5 and top:
+        return float("nan") if mantissa else sign * float("inf")
+    if exponent == 0:
+        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+
+
+def fp8(stored: Array, scale_of: Array, exponent_bits: int) -> Array:
+    """stored: uint8 [out, in]; scale_of: FP32 [out, in], each value's scale."""
+    dense = np.empty(stored.shape, np.float32)
+    for place in np.ndindex(stored.shape):
+        value = np.float32(float8(int(stored[place]), exponent_bits))
+        dense[place] = value * np.float32(scale_of[place])
+    return dense
+
+
+def block_scales(scales: Array, shape: tuple[int, int], block: tuple[int, int]) -> Array:
+    """Each value's scale; ``block``: outputs and inputs of one."""
+    spread = np.empty(shape, np.float32)
+    for o, i in np.ndindex(shape):
+        spread[o, i] = scales[o // block[0], i // block[1]]
+    return spread
+
+
+def pack_quantized(
+    packed: Array, scales: Array, zeros: Array | None, g_idx: Array | None, bits: int, inputs: int
+) -> Array:
+    """compressed-tensors. packed: int32 [out, ceil(in * bits / 32)]; scales: [out, groups]; zeros:
+    int32 [ceil(out * bits / 32), groups]. Codes and zeros are signed, stored plus 2^(bits - 1)."""
+    outputs, groups = scales.shape
+    group, offset = inputs // groups, 1 << (bits - 1)
+    dense = np.empty((outputs, inputs), np.float32)
+    for o in range(outputs):
+        for i in range(inputs):
+            g = i // group if g_idx is None else int(g_idx[i])
+            code = code_at(packed[o], bits, i) - offset
+            zero = 0 if zeros is None else code_at(zeros[:, g], bits, o) - offset
+            dense[o, i] = np.float32(code - zero) * np.float32(scales[o, g])
+    return dense
+
+
+def int_quantized(weight: Array, scale_of: Array, zero_of: Array | None) -> Array:
+    """weight: int8 [out, in]; scale_of, zero_of: [out, in], each value's own."""
+    dense = np.empty(weight.shape, np.float32)
+    for place in np.ndindex(weight.shape):
+        zero = 0 if zero_of is None else int(zero_of[place])
+        dense[place] = np.float32(int(weight[place]) - zero) * np.float32(scale_of[place])
+    return dense
