@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 32  # values
-BLOCK_BYTES = BLOCK // 2
-_NOT_A_NUMBER = 255
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, by its three lower bits
+from octavo.quant.mxfp4 import BLOCK, BLOCK_BYTES, powers, table
+
+__all__ = ["BLOCK", "BLOCK_BYTES", "expand"]
+
 _BLOCKS_AT_A_TIME = 1 << 20  # keeps FP32 intermediates under 150 MB
 
 
@@ -27,22 +27,12 @@ def expand(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     for start in range(0, len(packed), _BLOCKS_AT_A_TIME):
         part = slice(start, start + _BLOCKS_AT_A_TIME)
         values = pairs.index_select(0, packed[part].flatten().int()).view(-1, BLOCK)
-        out[part] = values * _powers(exponents[part])
+        out[part] = values * powers(exponents[part])
     return out.view(*scales.shape[:-1], BLOCK * scales.shape[-1])
 
 
 def _pairs(device: torch.device) -> Tensor:
     """The two numbers of every byte, FP32 [256, 2]."""
-    values = torch.tensor(_MAGNITUDES, device=device)
-    values = torch.cat((values, -values))
+    values = table(device)
     byte = torch.arange(256, device=device)
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=1)
-
-
-def _powers(exponents: Tensor) -> Tensor:
-    """2 ** (e - 127) for E8M0 numbers e, by the bits of an FP32 number; the lowest is subnormal."""
-    bits = exponents.int() << 23
-    lowest, none = 1 << 22, 0x7FC00000  # 2 ** -127 and NaN
-    bits = torch.where(exponents == 0, lowest, bits)
-    bits = torch.where(exponents == _NOT_A_NUMBER, none, bits)
-    return bits.view(torch.float32)
