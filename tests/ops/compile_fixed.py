@@ -36,7 +36,7 @@ def main() -> None:
             for rows in ROWS:
                 linear(meta(rows, k), meta(rows, n) if epilogue == "add" else None)
         for geometry in GEOMETRIES:
-            launch(geometry, 7, 20, 64, torch.bfloat16, False, FixedPagedAttention)
+            launch(geometry, 7, 20, 64, False, FixedPagedAttention)
     for one in launches:
         compiled = compile_launch(one)
         row = asdict(replace(compiled, ptx="")) | {
