@@ -155,7 +155,9 @@ def _attend_own(
         to = scale_ptr + (piece * PIECE + BLOCK_SIZE * DIM) // 4 + place
         nothing = tl.zeros((1, 1), tl.int32)
         tl.store(to + nothing, key_scale, mask=(writes & (slot >= 0)) & (nothing == 0))
-        tl.store(to + PIECE // 4 + nothing, value_scale, mask=(writes & (slot >= 0)) & (nothing == 0))
+        tl.store(
+            to + PIECE // 4 + nothing, value_scale, mask=(writes & (slot >= 0)) & (nothing == 0)
+        )
         unit = tl.where(writes, tl.sum(value_scale), 0.0)
     elif KIND != PLAIN:
         key = key / tl.load(scale_ptr + head)
