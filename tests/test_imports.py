@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"core", "checkpoint", "engine", "grammar", "model.facts", "worker"},
     "assembly": EVERYBODY | {"engine.messages", "outputs", "text"},
     "ops": set(),
-    "quant": EVERYBODY | {"ops"},
+    "quant": EVERYBODY | {"ops", "checkpoint.json_file"},
     "parallel": EVERYBODY,
     "model": EVERYBODY | {"ops", "quant", "parallel", "checkpoint"},
     "worker": EVERYBODY | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"},

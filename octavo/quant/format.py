@@ -2,24 +2,23 @@
 
 A checkpoint's format declares the tensors it stores for one projection by logical axis and packing;
 checks before memory is taken, loading and tensor-parallel slicing follow from the declaration.
-``read`` turns them into one of the kinds of weights that the kernels know (``ops.weights``), exactly.
+``read`` turns them, exactly, into one of the kinds of weights that kernels know (``ops.weights``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    import torch
-
     from octavo.ops.weights import Quantized
 
-# "one" is an axis of length 1; the length of a "free" one says something only the file knows.
-Axis = Literal["out", "in", "one", "free"]
+# "both" are all values of the matrix in a row; "one" is an axis of length 1; the length of a "free"
+# one says something only the file knows.
+Axis = Literal["out", "in", "both", "one", "free"]
 Axes = tuple[tuple[Axis, int | Fraction], ...]
 FLOATS = ("F32", "BF16", "F16")
 
@@ -27,9 +26,9 @@ FLOATS = ("F32", "BF16", "F16")
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a projection. ``axes``: (logical axis, how many of its elements one stored
-    element spans), e.g. a 128-block scale: (("out", 128), ("in", 128)), or codes of 3 bits in int32:
-    (("in", Fraction(32, 3)), ("out", 1)); a span of 0: all of them. ``also``: other axes it may
-    have. ``kinds``: its types, in safetensors' names. ``optional``: it may be absent."""
+    element spans), e.g. a 128-block scale: (("out", 128), ("in", 128)), or codes of 3 bits in words
+    of 32: (("in", Fraction(32, 3)), ("out", 1)); a span of 0: all of them. ``also``: other axes it
+    may have. ``kinds``: its types, in safetensors' names. ``optional``: it may be absent."""
 
     suffix: str
     axes: Axes
@@ -47,7 +46,7 @@ class StoredTensor:
 
 
 def _sizes(axes: Axes, out_features: int, in_features: int) -> tuple[int, ...]:
-    sizes = {"out": out_features, "in": in_features, "one": 1}
+    sizes = {"out": out_features, "in": in_features, "both": out_features * in_features, "one": 1}
     return tuple(
         -1 if axis == "free" else ceil(Fraction(sizes[axis]) / span) if span else 1
         for axis, span in axes
@@ -57,61 +56,50 @@ def _sizes(axes: Axes, out_features: int, in_features: int) -> tuple[int, ...]:
 class CheckpointFormat(Protocol):
     """How a checkpoint keeps the weight of one projection, without its bias."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def tensors(self) -> tuple[StoredTensor, ...]:
-        """What is stored, the main one first: a projection without it is not quantized."""
+        """What is stored. The first tells that a projection is quantized: one without it, but with
+        a ``weight``, is dense."""
 
     def check(self, out_features: int, in_features: int) -> None:
         """Raises ValueError, in a clause with the numbers, for a matrix that the format cannot
         hold."""
 
-    def read(self, tensors: Mapping[str, Any], out_features: int, in_features: int) -> Quantized:
-        """``tensors``: by suffix, as stored, on any one device; the weight is on the same. Raises
+    def read(
+        self,
+        tensors: Mapping[str, Any],
+        out_features: int,
+        in_features: int,
+        parts: Sequence[int] = (),
+    ) -> Quantized:
+        """``tensors``: by suffix, as stored and of declared shapes, on any one device; the weight
+        is on the same. ``parts``: the outputs of each projection that the stored tensors hold one
+        after the other, in order (Phi-3's ``qkv_proj``); () stands for a single one. Raises
         ValueError, in a clause, for contents that mean nothing."""
 
     def bytes_of(self, out_features: int, in_features: int) -> int:
         """What the weight takes once it is packed for multiplying."""
 
 
-_WEIGHT = StoredTensor("weight", (("out", 1), ("in", 1)))
-_BIAS = StoredTensor("bias", (("out", 1),))
-
-
 @dataclass(frozen=True)
-class LinearVersions:
-    """The chosen versions of the linear operations (octavo.ops), and the dtype they compute in."""
+class Scheme:
+    """What a checkpoint's ``quantization_config`` says of its projections.
 
-    dense: Callable[..., Any]
-    quantized: Callable[..., Any]
-    quantize: Callable[..., Any]
-    dtype: torch.dtype
+    name: as in ``--quantization``. format_of: the format of the projection whose stored tensors
+    begin with a name (``model.layers.0.self_attn.q_proj``), None for a dense one. One that lacks
+    its format's first tensor while it has a ``weight`` is dense all the same. spare_suffixes: of
+    tensors that may stand beside a projection and mean nothing where the model has no such
+    parameter (AutoGPTQ's biases of zeros). kv_scale_suffixes: of an attention layer's or its
+    projections' scales for keys and values in the KV cache. kv_cache_scheme: what the config says
+    of a cache, in its own words. notes: what was found odd while reading, and how it was taken; to
+    be said once all is read.
+    """
 
-
-class Format(Protocol):
     name: str
-
-    def tensors(self, bias: bool) -> tuple[StoredTensor, ...]:
-        """What the checkpoint holds for one linear."""
-
-    def finish(
-        self,
-        parts: Sequence[Mapping[str, Any]],
-        epilogue: str,
-        versions: LinearVersions,
-    ) -> Callable[..., torch.Tensor]:
-        """``parts``: the tensors (by suffix) of each projection fused into this linear, in order;
-        a weight may be a ``QuantizedWeight`` where the checkpoint holds it so."""
-
-
-def weight_and_bias(bias: bool) -> tuple[StoredTensor, ...]:
-    """What a checkpoint of whole weights holds for one linear."""
-    return (_WEIGHT, _BIAS) if bias else (_WEIGHT,)
-
-
-def joined_bias(parts: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
-    """The biases of fused projections, one after the other."""
-    import torch
-
-    biases = [part["bias"] for part in parts if "bias" in part]
-    return torch.cat(biases) if biases else None
+    format_of: Callable[[str], CheckpointFormat | None]
+    spare_suffixes: tuple[str, ...] = ()
+    kv_scale_suffixes: tuple[str, ...] = ()
+    kv_cache_scheme: Mapping[str, Any] | None = None
+    notes: dict[str, None] = field(default_factory=dict)

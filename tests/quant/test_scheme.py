@@ -1,0 +1,105 @@
+"""What quantization configs say, where they stand, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.quant.awq import AWQ
+from octavo.quant.format import Scheme
+from octavo.quant.gptq import GPTQ
+from octavo.quant.scheme import read_scheme
+from octavo.types import ConfigError
+
+GATE = "model.layers.1.mlp.gate_proj"
+GPTQ_4 = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ_4 = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+
+
+def read(values: dict[str, Any], key: str = "quantization_config") -> Scheme:
+    scheme = read_scheme({key: values}, None, "config.json")
+    assert scheme is not None
+    return scheme
+
+
+def test_a_dense_checkpoint_has_no_scheme(tmp_path: Path) -> None:
+    assert read_scheme({}, tmp_path, "config.json") is None
+    assert read_scheme({"quantization_config": None}, None, "config.json") is None
+
+
+def test_older_files_beside_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "quant_config.json").write_text(
+        json.dumps({"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"})
+    )
+    scheme = read_scheme({}, tmp_path, "config.json")
+    assert scheme is not None and scheme.format_of(GATE) == AWQ(64)
+    (tmp_path / "quantize_config.json").write_text(
+        json.dumps({"bits": 3, "group_size": -1, "desc_act": True, "sym": False})
+    )
+    scheme = read_scheme({}, tmp_path, "config.json")
+    assert scheme is not None and scheme.format_of(GATE) == GPTQ(3, 0, False)
+    scheme = read_scheme({"quantization_config": AWQ_4}, tmp_path, "config.json")
+    assert scheme is not None and scheme.format_of(GATE) == AWQ(128)
+
+
+def test_errors_of_older_files_name_them(tmp_path: Path) -> None:
+    path = tmp_path / "quantize_config.json"
+    path.write_text(json.dumps({"bits": 5, "group_size": 128}))
+    with pytest.raises(ConfigError, match=f"^{path}: bits is 5; supported: 2 or 3 or 4 or 8$"):
+        read_scheme({}, tmp_path, "config.json")
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=f"^{path}: not valid JSON"):
+        read_scheme({}, tmp_path, "config.json")
+
+
+def test_gptqmodels_rules_change_modules_or_leave_them_dense() -> None:
+    rules = {
+        r"-:.*\.layers\.0\..*": {},
+        r"+:.*\.up_proj": {"bits": 8, "group_size": 64},
+        r".*\.down_proj": {"sym": False},
+        r".*": {},
+    }
+    scheme = read({**GPTQ_4, "dynamic": rules})
+    assert scheme.format_of("model.layers.0.mlp.up_proj") is None
+    assert scheme.format_of("model.layers.1.mlp.up_proj") == GPTQ(8, 64)
+    assert scheme.format_of("model.layers.1.mlp.down_proj") == GPTQ(4, 128, False)
+    assert scheme.format_of(GATE) == GPTQ(4, 128)
+
+
+def test_gptq_of_some_modules_of_each_block() -> None:
+    listed = [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.gate_proj"]]
+    scheme = read({**GPTQ_4, "modules_in_block_to_quantize": listed, "lm_head": True})
+    assert scheme.format_of(GATE) == scheme.format_of("lm_head") == GPTQ(4, 128)
+    assert scheme.format_of("model.layers.1.mlp.up_proj") is None
+    assert read({**GPTQ_4, "lm_head": False}).format_of("lm_head") is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    (
+        ({}, "quantization_config.quant_method is not there; supported: gptq, awq"),
+        ({"quant_method": "hqq"}, "quantization_config.quant_method is 'hqq'; supported: gptq"),
+        ({**GPTQ_4, "bits": 5}, "quantization_config.bits is 5; supported: 2 or 3 or 4 or 8"),
+        ({**GPTQ_4, "bits": None}, "quantization_config.bits is not there; supported: 2"),
+        ({**GPTQ_4, "bits": True}, "quantization_config.bits is True"),
+        ({**GPTQ_4, "group_size": 50}, "group_size is 50; supported: -1 or a multiple of 4"),
+        ({**GPTQ_4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported"),
+        ({**GPTQ_4, "is_marlin_format": True}, "is_marlin_format is True; supported: false"),
+        ({**GPTQ_4, "sym": 1}, "quantization_config.sym is 1; supported: true or false"),
+        ({**GPTQ_4, "dynamic": {"-:(": {}}}, "dynamic holds '\\(': no regular expression"),
+        ({**GPTQ_4, "dynamic": {".*": {"bits": 7}}}, r"dynamic\.\.\*\.bits is 7; supported"),
+        ({**GPTQ_4, "modules_in_block_to_quantize": [1]}, "supported: lists of names"),
+        ({**AWQ_4, "bits": 3}, "quantization_config.bits is 3; supported: 4"),
+        ({**AWQ_4, "version": "gemv"}, "version is 'gemv'; supported: gemm"),
+        ({**AWQ_4, "version": "GEMV_FAST"}, "version is 'gemv_fast'; supported: gemm"),
+        ({**AWQ_4, "version": "marlin"}, "version is 'marlin'; supported: gemm"),
+        ({**AWQ_4, "modules_to_not_convert": "lm_head"}, "supported: a list of names"),
+    ),
+)
+def test_what_is_not_supported_is_refused_in_one_line(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config.json: .*{message}") as caught:
+        read_scheme({"quantization_config": {"": 0, **values}}, None, "config.json")
+    assert "\n" not in str(caught.value)
