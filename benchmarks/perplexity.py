@@ -1,33 +1,35 @@
-"""Perplexity of a model on this project's own documentation, for each way of keeping its weights.
+"""Perplexity of a model on the held-out text, for each way of keeping its weights, and how far each
+way is from the first of its group.
 
     python -m benchmarks.perplexity [--chunk 1024] [--save]
 
-Text is what it is: technical English that no model has seen. What counts is the ratio between two
-ways on the same tokens. With --save writes benchmarks/results/perplexity.json.
+With --save writes benchmarks/results/perplexity.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import math
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import save
-from octavo import LLM, SamplingParams
+from octavo.checkpoint.catalogue import silent
+from octavo.config import EngineConfig
+from octavo.evaluate.corpus import read_text
+from octavo.evaluate.evaluate import Text, evaluate
+from octavo.evaluate.report import Report
+from octavo.flags import from_flags
 from octavo.quant import int8
 from tests.fixtures import models
 
-DOCS = Path(__file__).parents[1] / "docs"
 console = Console()
 
 # Name -> fixture and the flags it is loaded with; ``group``: inputs of an int8 group, for once. The
 # first of a group is what others of it are compared with.
-GROUPS: list[dict[str, tuple[str, dict[str, Any]]]] = [
+Ways = dict[str, tuple[str, dict[str, Any]]]
+GROUPS: list[Ways] = [
     {
         "BF16 checkpoint, FP32": ("G-bf16", {"dtype": "float32"}),
         "BF16": ("G-bf16", {"dtype": "bfloat16"}),
@@ -46,27 +48,23 @@ GROUPS: list[dict[str, tuple[str, dict[str, Any]]]] = [
 ]
 
 
-def perplexity(model: str, flags: dict[str, Any], chunk: int) -> tuple[float, int]:
-    """Over whole chunks of so many tokens, each scored from its second token on."""
-    flags, usual = dict(flags), int8.GROUP
+def compared(ways: Ways, name: str, text: Text) -> Report:
+    """One of the ways, against the first of them."""
+    usual = int8.GROUP
+    model, flags = ways[name]
+    flags = dict(flags)
+    first_model, first_flags = next(iter(ways.values()))
+    against = config_of(first_model, first_flags)
     if group := flags.pop("group", None):
         int8.GROUP, flags["quantization"] = group, "int8"
-    llm = LLM(str(models.path(model)), **flags)
-    int8.GROUP = usual
     try:
-        text = "\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))
-        ids = llm.get_tokenizer().encode(text)
-        chunks = [ids[i : i + chunk] for i in range(0, len(ids) - chunk + 1, chunk)]
-        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-        total, count = 0.0, 0
-        for output in llm.generate(chunks, params, use_tqdm=False):
-            scored = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])
-            total += sum(found[token].logprob for token, found in scored)
-            count += chunk - 1
-        return math.exp(-total / count), count
+        return evaluate(config_of(model, flags), against, text, silent)
     finally:
-        llm.close()
-        gc.collect()
+        int8.GROUP = usual
+
+
+def config_of(model: str, flags: dict[str, Any]) -> EngineConfig:
+    return from_flags(EngineConfig, {"model": str(models.path(model)), **flags})
 
 
 def main() -> None:
@@ -75,15 +73,17 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     found: dict[str, Any] = {}
-    table = Table("weights and arithmetic", "perplexity", "ratio")
-    for group in GROUPS:
-        first = 0.0
-        for name, (model, flags) in group.items():
-            value, count = perplexity(model, flags, options.chunk)
-            first = first or value
-            found[name] = {"perplexity": value, "ratio": value / first, "tokens": count}
-            table.add_row(name, f"{value:.3f}", f"{value / first:.4f}")
-            console.print(f"{name}: {value:.3f} over {count:,} tokens")
+    text = Text(name="heldout.txt", content=read_text(None, "heldout")[0], chunk=options.chunk)
+    table = Table("weights and arithmetic", "perplexity", "ratio", "KL divergence")
+    for ways in GROUPS:
+        for name in ways:
+            report = compared(ways, name, text)
+            difference = report.comparison
+            assert difference is not None
+            found[name] = report.as_json()
+            row = (report.model.perplexity, difference.perplexity_ratio, difference.kl_mean)
+            table.add_row(name, f"{row[0]:.3f}", f"{row[1]:.4f}", f"{row[2]:.5f}")
+            console.print(f"{name}: {row[0]:.3f} over {report.num_tokens:,} tokens")
     console.print(table)
     if options.save:
         console.print(f"saved {save('perplexity', {'weights': found})}")

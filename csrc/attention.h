@@ -61,7 +61,7 @@ struct Work {
   }
 };
 
-// `spare`: where tiles of a rounded cache are expanded, kPieceTiles of keys, then of values.
+// `spare`: where tiles of a cache of 8 bits are expanded, kPieceTiles of keys, then of values.
 template <class Isa>
 void find_tiles(const Layer<Isa>& layer, const Task& task, int64_t index, int64_t end_place,
                 typename Isa::Element* spare, Piece<Isa>& piece) {
@@ -80,15 +80,14 @@ void find_tiles(const Layer<Isa>& layer, const Task& task, int64_t index, int64_
     const char* const found[] = {tile(i, 0), tile(i, 1)};
     piece.lanes[i] =
         static_cast<int32_t>(uneven && (first + i) % block_tiles == block_tiles - 1 ? uneven : kTile);
-    if (layer.step.rounded) {
+    if (layer.step.kept) {
       Element* const keys = spare + i * size;
       Element* const values = keys + kPieceTiles * size;
       for (int kind = 0; i + 1 < count && kind < 2; ++kind) {
         const char* const next = tile(i + 1, kind);
         for (int64_t at = 0; at < layer.tile_bytes(); at += 64) __builtin_prefetch(next + at, 0, 3);
       }
-      expand_keys<Isa>(found[0], size, keys);
-      expand_values<Isa>(found[1], layer.width(), values);
+      expand_tiles<Isa>(layer, found, keys, values);
       piece.keys[i] = keys;
       piece.values[i] = values;
     } else {
@@ -118,7 +117,7 @@ void finish_panel(const Layer<Isa>& layer, const Task& task, int64_t row, Panel&
   for (int r = 0; r < panel.num_rows; ++r) {
     const int64_t token = step.query_starts[task.row] + (row + r) / group;
     const int64_t head = task.head * group + (row + r) % group;
-    const float scale = keep[r] / panel.total[r];
+    const float scale = keep[r] / panel.total[r] * layer.kept_scale(task.head, 1);
     auto* const target = layer.out + (token * step.num_heads + head) * dim;
     narrow<Isa>(panel.sums + r * width, scale, dim, target);
   }
@@ -143,7 +142,8 @@ void attend(const Layer<Isa>& layer, const Task& task) {
   const int64_t end_place = last.high[last.num_rows - 1];
   using Element = typename Isa::Element;
   Element* spare = nullptr;
-  if (layer.step.rounded) {
+  piece.scale = layer.step.scale * layer.kept_scale(task.head, 0);
+  if (layer.step.kept) {
     const int64_t elements = 2 * kPieceTiles * layer.tile_elements();
     spare = static_cast<Element*>(spare_memory(elements * sizeof(Element)));
   }
@@ -208,6 +208,7 @@ void attention(const void* arguments) {
                          static_cast<char*>(call.cache),
                          static_cast<const Element*>(call.qk_weight),
                          call.sinks,
+                         call.kv_scales,
                          static_cast<Element*>(call.out)};
   const Task* const tasks = static_cast<const Task*>(step.tasks);
   const Task* const merges = tasks + step.num_tasks;

@@ -1,5 +1,5 @@
 // Attention by AVX2, in FP32, and in BF16 that is widened to FP32 at each use.
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 
 #include "attention.h"
 #include "elements.h"

@@ -5,7 +5,7 @@
 // of keys is [dim / kStep][16 tokens][kStep], a tile of values [16 / kStep][width][kStep] with
 // `width`, dim rounded up to 16: scores and sums of values come as vectors, none across lanes.
 //
-// A rounded cache holds the same tiles with an int8 for each number, and after them the scales of
+// A cache of 8 bits holds the same tiles with a byte for each number; int8, after them the scales of
 // their 16 tokens.
 //
 // Places: a block is padded to whole tiles, and the place of a position counts this padding. A
@@ -71,6 +71,7 @@ struct Layer {
   char* cache;
   const Element* qk_weight;
   const float* sinks;
+  const float* kv_scales;
   Element* out;
 
   int64_t dim() const { return step.head_dim; }
@@ -79,10 +80,14 @@ struct Layer {
   int64_t slot_floats() const { return width() + kLanes; }
   int64_t tile_elements() const { return kTile * width(); }
   int64_t tile_bytes() const {
-    const int64_t size = step.rounded ? 1 : sizeof(Element);
-    return tile_elements() * size + (step.rounded ? kTile * sizeof(float) : 0);
+    const int64_t size = step.kept ? 1 : sizeof(Element);
+    return tile_elements() * size + (step.kept == OCTAVO_KEPT_INT8 ? kTile * sizeof(float) : 0);
   }
   int64_t block_tiles() const { return ceil_div(step.block_size, kTile); }
+  // Of a head's keys or, `kind` 1, values, times which the cache holds them.
+  float kept_scale(int64_t head, int kind) const {
+    return kv_scales ? kv_scales[kind * step.num_kv_heads + head] : 1.0f;
+  }
   // A tile of a block's keys or, `kind` 1, values.
   char* tile(int64_t block, int64_t head, int kind, int64_t index) const {
     const int64_t first = ((block * step.num_kv_heads + head) * 2 + kind) * block_tiles();

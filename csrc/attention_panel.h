@@ -15,6 +15,7 @@ template <class Isa>
 struct Piece {
   using Element = typename Isa::Element;
   int64_t base;   // its first place
+  float scale;    // of scores
   bool is_fresh;  // no panel has read it: what is read next is fetched ahead
   const Element* keys[kPieceTiles];
   const Element* values[kPieceTiles];
@@ -99,10 +100,10 @@ inline void hide_unseen(const Piece<Isa>& piece, float* scores, int first, int e
   }
 }
 
-// Scores of kRows rows become softcap * tanh(scale / softcap * score), but for the first factor.
+// Scores of kRows rows become tanh(factor * score).
 template <class Isa, int kRows>
-void cap(const OctavoAttention& step, float* scores, int first, int end) {
-  const auto inner = Isa::set(step.scale / step.softcap);
+void cap(float factor, float* scores, int first, int end) {
+  const auto inner = Isa::set(factor);
   for (int r = 0; r < kRows; ++r) {
     float* const row = scores + r * kScoreRow;
     for (int i = first * kTile; i < end * kTile; i += Isa::kWidth) {
@@ -219,12 +220,12 @@ void attend_panel(const Layer<Isa>& layer, const Piece<Isa>& piece, Panel& panel
   score<Isa, kRows>(piece, panel.queries, layer.dim() / Isa::kStep, first, end, scores);
   alignas(64) float maximum[kLanes] = {}, total[kLanes] = {}, keep[kLanes], take[kLanes];
   const bool capped = layer.step.softcap != 0;
-  if (capped) cap<Isa, kRows>(layer.step, scores, first, end);
+  if (capped) cap<Isa, kRows>(piece.scale / layer.step.softcap, scores, first, end);
   for (int r = 0; r < kRows; ++r) {
     hide_unseen<Isa>(piece, scores + r * kScoreRow, first, end, panel.low[r] - piece.base,
                      panel.high[r] - piece.base);
   }
-  const float factor = (capped ? layer.step.softcap : layer.step.scale) * kLog2e;
+  const float factor = (capped ? layer.step.softcap : piece.scale) * kLog2e;
   soften<Isa, kRows>(scores, factor, first, end, maximum, total);
   merge_totals<Isa>(panel.maximum, panel.total, maximum, total, keep, take);
 

@@ -1,5 +1,6 @@
-// Tiles of a rounded cache (attention_layout.h) as elements, a piece at a time: what multiplies them
-// need not know, and the memory is asked for half as much as with BF16.
+// Tiles of a cache of 8 bits (attention_layout.h) as elements, a piece at a time: what multiplies
+// them need not know, and the memory is asked for half as much as with BF16. FP8 numbers are whole
+// elements, so the scales of their heads wait for scores and sums.
 #pragma once
 
 #include <cstdlib>
@@ -58,6 +59,30 @@ inline void expand_values(const char* tile, int64_t width, typename Isa::Element
     for (int i = 0; i < kTile; ++i) factors[i] = scales[s * kStep + i % kStep];
     expand<Isa>(reinterpret_cast<const int8_t*>(tile) + s * row, row, factors, kTile,
                 to + s * row);
+  }
+}
+
+// A tile of FP8, of `size` numbers.
+template <class Isa, class Code>
+inline void expand_float8(const char* tile, int64_t size, typename Isa::Element* to) {
+  const Code* const codes = reinterpret_cast<const Code*>(tile);
+  for (int64_t i = 0; i < size; i += Isa::kWidth) Isa::store(to + i, Isa::load(codes + i));
+}
+
+// A tile of keys and one of values.
+template <class Isa>
+inline void expand_tiles(const Layer<Isa>& layer, const char* const (&tiles)[2],
+                         typename Isa::Element* keys, typename Isa::Element* values) {
+  const int64_t size = layer.tile_elements();
+  if (layer.step.kept == OCTAVO_KEPT_INT8) {
+    expand_keys<Isa>(tiles[0], size, keys);
+    expand_values<Isa>(tiles[1], layer.width(), values);
+  } else if (layer.step.kept == OCTAVO_KEPT_E4M3) {
+    expand_float8<Isa, e4m3>(tiles[0], size, keys);
+    expand_float8<Isa, e4m3>(tiles[1], size, values);
+  } else {
+    expand_float8<Isa, e5m2>(tiles[0], size, keys);
+    expand_float8<Isa, e5m2>(tiles[1], size, values);
   }
 }
 

@@ -140,12 +140,12 @@ void attend_panel_by_tiles(const Layer<Isa>& layer, const Piece<Isa>& piece, Pan
   const bool capped = layer.step.softcap != 0;
   for (int r = 0; r < panel.num_rows; ++r) {
     float* const row = scores + r * kScoreRow;
-    if (capped) cap<Isa, 1>(layer.step, row, first, end);
+    if (capped) cap<Isa, 1>(piece.scale / layer.step.softcap, row, first, end);
     hide_unseen<Isa>(piece, row, first, end, panel.low[r] - piece.base,
                      panel.high[r] - piece.base);
   }
   alignas(64) float maximum[kLanes] = {}, total[kLanes] = {}, keep[kLanes], take[kLanes];
-  const float factor = (capped ? layer.step.softcap : layer.step.scale) * kLog2e;
+  const float factor = (capped ? layer.step.softcap : piece.scale) * kLog2e;
   soften_rows<Isa>(0, panel.num_rows, scores, factor, first, end, maximum, total);
   merge_totals<Isa>(panel.maximum, panel.total, maximum, total, keep, take);
 

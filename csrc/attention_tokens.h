@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "attention_layout.h"
-#include "rounding.h"
+#include "float8.h"
 
 namespace octavo {
 namespace {  // see numbers.h
@@ -78,14 +78,37 @@ inline void scatter(const T* x, int64_t dim, int64_t apart, T* to) {
   for (int64_t i = 0; i < dim; i += kStep) std::memcpy(to + i / kStep * apart, x + i, kStep * sizeof(T));
 }
 
-// The same for a rounded cache; its scale stands after the tile's numbers.
-template <int kStep>
-inline void scatter_rounded(const float* x, int64_t dim, int64_t apart, int8_t* to, float* scale) {
+// What a cache of 8 bits keeps of a token's key or value. `token_scale`: its own, for int8; `scale`:
+// that of its head, for FP8.
+inline void round_token(int64_t kept, const float* x, int64_t dim, float scale, int8_t* codes,
+                        float* token_scale) {
+  if (kept == OCTAVO_KEPT_INT8) {
+    const float top = largest_of(x, dim);
+    round_to(codes, x, dim, levels_per(top));
+    *token_scale = top / kLevels;
+  } else if (kept == OCTAVO_KEPT_E4M3) {
+    for (int64_t i = 0; i < dim; ++i)
+      codes[i] = static_cast<int8_t>(Float8<e4m3>::encode(x[i] / scale));
+  } else {
+    for (int64_t i = 0; i < dim; ++i)
+      codes[i] = static_cast<int8_t>(Float8<e5m2>::encode(x[i] / scale));
+  }
+}
+
+// Puts a token's key or value, as elements and in FP32, into its tile: from number `at` of it on,
+// steps of kStep, `apart` numbers from one to the next.
+template <class Isa, int kStep>
+inline void enter(const Layer<Isa>& layer, const float* x, const typename Isa::Element* elements,
+                  int64_t lane, int64_t at, int64_t apart, float scale, char* tile) {
+  using Element = typename Isa::Element;
+  if (!layer.step.kept) {
+    scatter<Element, kStep>(elements, layer.dim(), apart, reinterpret_cast<Element*>(tile) + at);
+    return;
+  }
   alignas(64) int8_t codes[kMaxDim];
-  const float top = largest_of(x, dim);
-  round_to(codes, x, dim, levels_per(top));
-  scatter<int8_t, kStep>(codes, dim, apart, to);
-  *scale = top / kLevels;
+  float* const scales = reinterpret_cast<float*>(tile + layer.tile_elements());
+  round_token(layer.step.kept, x, layer.dim(), scale, codes, scales + lane);
+  scatter<int8_t, kStep>(codes, layer.dim(), apart, reinterpret_cast<int8_t*>(tile) + at);
 }
 
 // Queries are rotated in place, keys and values written to the cache.
@@ -105,29 +128,17 @@ void enter_token(const Layer<Isa>& layer, int64_t token) {
       normalize<Isa>(x, layer.qk_weight + head * dim, dim, step.qk_norm_eps);
     }
     rotate<Isa>(x, step.cos + token * half, step.sin + token * half, half);
-    if (head < step.num_heads || !step.rounded) narrow<Isa>(x, 1.0f, dim, source);
+    if (head < step.num_heads || !step.kept) narrow<Isa>(x, 1.0f, dim, source);
     if (head < step.num_heads) continue;
-    char* const tile = layer.tile(slot.block, head - step.num_heads, 0, slot.tile);
-    const int64_t at = slot.lane * kStep;
-    if (step.rounded) {
-      float* const scales = reinterpret_cast<float*>(tile + layer.tile_elements());
-      scatter_rounded<kStep>(x, dim, kTile * kStep, reinterpret_cast<int8_t*>(tile) + at,
-                             scales + slot.lane);
-    } else {
-      scatter<Element, kStep>(source, dim, kTile * kStep, reinterpret_cast<Element*>(tile) + at);
-    }
+    const int64_t kv_head = head - step.num_heads;
+    enter<Isa, kStep>(layer, x, source, slot.lane, slot.lane * kStep, kTile * kStep,
+                      layer.kept_scale(kv_head, 0), layer.tile(slot.block, kv_head, 0, slot.tile));
   }
   for (int64_t head = 0; head < step.num_kv_heads; ++head) {
     const Element* const source = heads + (step.num_heads + step.num_kv_heads + head) * dim;
-    char* const tile = layer.tile(slot.block, head, 1, slot.tile);
-    const int64_t at = slot.lane / kStep * width * kStep + slot.lane % kStep;
-    if (step.rounded) {
-      float* const scales = reinterpret_cast<float*>(tile + layer.tile_elements());
-      widen<Isa>(source, dim, x);
-      scatter_rounded<1>(x, dim, kStep, reinterpret_cast<int8_t*>(tile) + at, scales + slot.lane);
-    } else {
-      scatter<Element, 1>(source, dim, kStep, reinterpret_cast<Element*>(tile) + at);
-    }
+    if (step.kept) widen<Isa>(source, dim, x);
+    enter<Isa, 1>(layer, x, source, slot.lane, slot.lane / kStep * width * kStep + slot.lane % kStep,
+                  kStep, layer.kept_scale(head, 1), layer.tile(slot.block, head, 1, slot.tile));
   }
 }
 

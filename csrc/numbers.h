@@ -10,6 +10,14 @@ struct bf16 {
   uint16_t bits;
 };
 
+// See float8.h.
+struct e4m3 {
+  uint8_t bits;
+};
+struct e5m2 {
+  uint8_t bits;
+};
+
 // Unnamed: each instruction set compiles its own, and the linker must not merge them into one.
 namespace {
 

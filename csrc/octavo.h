@@ -15,7 +15,7 @@
 
 // To be raised, here and in octavo/ops/native/library.py, whenever this interface changes: a
 // library that was built before is then not used.
-enum { OCTAVO_INTERFACE = 4 };
+enum { OCTAVO_INTERFACE = 5 };
 OCTAVO_API int64_t octavo_interface();
 
 // Bits of octavo_features().
@@ -234,6 +234,9 @@ OCTAVO_API OctavoKernel octavo_linear_lookup;
 
 enum { OCTAVO_ATTENTION_TASK_BYTES = 32 };
 
+// What a cache keeps keys and values in, see OctavoAttentionCall.
+enum { OCTAVO_KEPT_AS_THEY_COME = 0, OCTAVO_KEPT_INT8 = 1, OCTAVO_KEPT_E4M3 = 2, OCTAVO_KEPT_E5M2 = 3 };
+
 // A step's batch of `num_rows` rows and `num_tokens` tokens, for all layers of one geometry.
 struct OctavoAttention {
   int64_t num_heads, num_kv_heads, head_dim;  // head_dim even, at most 512
@@ -247,7 +250,7 @@ struct OctavoAttention {
   const float* cos;             // [num_tokens, head_dim / 2]
   const float* sin;
   float scale, softcap, qk_norm_eps;  // softcap 0: none
-  int64_t rounded;  // whether the cache holds int8, see OctavoAttentionCall
+  int64_t kept;  // one of the above
   // The plan: `capacity` entries of OCTAVO_ATTENTION_TASK_BYTES, tasks and then merges. Where there
   // are merges, [num_slots, head_dim rounded up to 16, + 16] numbers for parts of sums.
   void* tasks;
@@ -262,16 +265,18 @@ OCTAVO_API void octavo_attention_plan(OctavoAttention* step);
 // One layer: q/k norm, rotation, writing of keys and values, attention.
 // qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries and keys are overwritten.
 // cache: [block, num_kv_heads, keys | values, block_size rounded up to 16 / 16, 16 * (head_dim
-// rounded up to 16)] with elements of qkv's type. `rounded`: a tile is int8 and ends with FP32 [16],
-// a scale for each token: key or value = int8 * scale, scale = max |x| / 127. qk_weight: null or
-// [num_heads + num_kv_heads, head_dim]. sinks: null or [num_heads]. out: [num_tokens, num_heads *
-// head_dim].
+// rounded up to 16)] with elements of qkv's type, or of 8 bits. OCTAVO_KEPT_INT8: a tile ends with
+// FP32 [16], a scale for each token: key or value = int8 * scale, scale = max |x| / 127. E4M3, E5M2:
+// key or value = number * the scale of its kv head, what is too large for one becomes the largest.
+// qk_weight: null or [num_heads + num_kv_heads, head_dim]. sinks: null or [num_heads]. kv_scales:
+// null (all 1) or [keys | values, num_kv_heads]. out: [num_tokens, num_heads * head_dim].
 struct OctavoAttentionCall {
   const OctavoAttention* step;
   void* qkv;
   void* cache;
   const void* qk_weight;
   const float* sinks;
+  const float* kv_scales;
   void* out;
 };
 OCTAVO_API OctavoKernel octavo_attention_f32_avx2;

@@ -57,6 +57,18 @@ struct Avx2 {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
   }
+  static Vec load(const e4m3* x) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
+    const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
+    const __m128i halves = _mm_and_si128(wide, _mm_set1_epi16(static_cast<int16_t>(0xbfff)));
+    const Vec found = mul(_mm256_cvtph_ps(halves), set(256.0f));
+    const Vec none = _mm256_cmp_ps(abs(found), set(480.0f), _CMP_EQ_OQ);
+    return _mm256_or_ps(found, none);
+  }
+  static Vec load(const e5m2* x) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8));
+  }
   static Vec load(const bf16* x) {
     const __m128i elements = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
     return firsts(_mm256_cvtepu16_epi32(elements));

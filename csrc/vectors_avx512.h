@@ -55,6 +55,19 @@ struct Avx512 {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   }
+  // FP16 has E4M3's digits at its own place, below an exponent that counts from 15, not 7.
+  static Vec load(const e4m3* x) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+    const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+    const Vec found = mul(_mm512_cvtph_ps(halves), set(256.0f));
+    const __mmask16 none = _mm512_cmp_ps_mask(abs(found), set(480.0f), _CMP_EQ_OQ);
+    return _mm512_mask_mov_ps(found, none, set(__builtin_nanf("")));
+  }
+  static Vec load(const e5m2* x) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
+  }
   static Vec load(const bf16* x) {
     const __m256i elements = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     return firsts(_mm512_cvtepu16_epi32(elements));

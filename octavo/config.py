@@ -18,9 +18,11 @@ from octavo.types import ConfigError
 GIB = 1 << 30
 
 
-QUANTIZATIONS_OF_LATER_VERSIONS = (
-    *("gptq", "gptq_marlin", "awq", "awq_marlin", "squeezellm", "bitsandbytes"),
-    *("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "compressed-tensors"),
+QUANTIZATIONS = (
+    *("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8", "int8_weight_only"),
+    *("bitsandbytes", "bitsandbytes_int8"),  # these round dense weights, too
+    *("gguf", "gptq", "awq", "squeezellm", "compressed-tensors", "mxfp4"),
+    *("gptq_marlin", "awq_marlin", "fbgemm_fp8"),  # as vLLM calls some of them
 )
 
 
@@ -56,13 +58,23 @@ class ModelConfig:
     )
     quantization: str | None = flag(
         None,
-        "how weights are kept; int8: dense ones rounded while loading, on a CPU; gguf: as a GGUF "
-        "file holds them (default: as the checkpoint holds them)",
+        "how weights are kept; fp8 …, int8 … and bitsandbytes … round dense ones while loading; "
+        "the others name what a checkpoint is in (default: as the checkpoint holds them)",
         "-q",
         group="model",
-        choices=("int8", "gguf"),
-        later=QUANTIZATIONS_OF_LATER_VERSIONS,
+        choices=QUANTIZATIONS,
         top=True,
+    )
+    quantization_fp8_dynamic: bool = flag(
+        False,
+        "with --quantization fp8: insist on inputs in FP8, scaled by token (where the device "
+        "multiplies FP8 that is how it is done anyway)",
+        group="model",
+    )
+    quantize_head: bool | None = flag(
+        None,
+        "round the output head as the other weights (default: with int8 on a CPU)",
+        group="model",
     )
     max_model_len: int | None = flag(
         None,
@@ -74,10 +86,10 @@ class ModelConfig:
     )
     load_format: str = flag(
         "auto",
-        "how weights are read; pt: PyTorch's .bin files, dummy: random weights",
+        "how weights are read; pt: PyTorch's .bin files, dummy: random weights; bitsandbytes is as "
+        "auto",
         group="model",
-        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
-        later=("bitsandbytes",),
+        choices=("auto", "safetensors", "pt", "gguf", "dummy", "bitsandbytes"),
     )
     revision: str | None = flag(None, "hub revision (branch, tag or commit)", group="model")
     trust_remote_code: bool = flag(

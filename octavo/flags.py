@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields, make_dataclass
 from typing import Any, TypeVar
 
 from octavo.types import ConfigError
@@ -57,6 +57,20 @@ def flag_fields(config: type) -> list[tuple[str, Any]]:
     for f in fields(config):
         found += [(f.name, f)] if f.metadata else flag_fields(_nested(f))
     return found
+
+
+def some_flags(config: type, *names: str) -> type:
+    """A configuration of those flags of ``config`` alone, for commands that have no use for the
+    others. Raises KeyError for a name that is none of them."""
+    known = dict(flag_fields(config))
+    chosen = [(name, known[name].type, _again(known[name])) for name in names]
+    return make_dataclass(f"Some{config.__name__}", chosen, frozen=True)
+
+
+def _again(f: Any) -> Any:
+    if f.default_factory is not MISSING:
+        return field(default_factory=f.default_factory, metadata=f.metadata)
+    return field(default=f.default, metadata=f.metadata)
 
 
 def _nested(f: Any) -> type:

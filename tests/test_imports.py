@@ -40,6 +40,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": EVERYBODY | {"engine.messages"},
     "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
     "llm": EVERYBODY | {"engine", "assembly", "frontend", "outputs", "progress", "text"},
+    "evaluate": EVERYBODY | {"checkpoint", "text", "model", "worker.device"},
+    "evaluate.corpus": EVERYBODY,
+    "evaluate.report": EVERYBODY,
     "cli": {""},
     "__main__": {"cli"},
     "__init__": {"types", "outputs", "llm"},
@@ -65,7 +68,7 @@ WITHOUT_TORCH = {
         "llm",
         "cli",
     ),
-    *("model.spec", "model.families"),
+    *("model.spec", "model.families", "evaluate.corpus", "evaluate.report"),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # Flags of vLLM that a later version brings: parsed, then "not in this version" (exit 2).
 FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
-    "--quantization-fp8-dynamic": "quantization",
     "--nnodes": "several nodes",
     "-n": "several nodes",
     "--node-rank": "several nodes",

@@ -28,7 +28,7 @@ def geometry_of(spec: GQASpec, rounded_cache: bool = False) -> AttentionGeometry
         softcap=spec.softcap,
         own_scale=spec.scale,
         sinks=spec.sinks,
-        rounded_cache=rounded_cache,
+        cache_dtype=torch.int8 if rounded_cache else None,
     )
 
 

@@ -20,11 +20,11 @@ from octavo.model.spec import DecoderSpec
 from octavo.model.states import AttentionStates
 from octavo.model.versions import choose_versions
 from octavo.ops.native import library as native
-from octavo.quant.catalogue import format_of
-from octavo.quant.format import LinearVersions
+from octavo.quant.multiply import LinearVersions
+from octavo.quant.rounding import Rounding
 
 # Operations that are no call of a step's layers, or of which the linears themselves tell.
-_ASIDE = ("copy_blocks", "linear", "quantized_linear", "quantize", "soft_cap")
+_ASIDE = ("copy_blocks", "linear", "soft_cap")
 
 
 class Model:
@@ -33,10 +33,12 @@ class Model:
     ``device``: "cpu" or "cuda". ``deterministic``: a row's logits are the same, bit for bit, in any
     batch; raises ConfigError where that cannot be had. ``implementations``: operation -> the
     version chosen for it.
-    ``quantization``: "int8": linears are rounded while loading, the embedding is not; "gguf": some
-    weights come quantized; None: all are dense. ``rounded_cache``: keys and values are kept in int8
-    (octavo's own CPU kernels alone).
-    ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory.
+    ``rounding``: what the linears' dense weights become while loading; the embedding's do not, the
+    head's where the rounding says so. ``rounds_inputs``: see ``LinearVersions``.
+    ``rounded_cache``: keys and values are kept in int8 (octavo's own CPU kernels alone).
+    ``quantization``: how the weights are kept, as in ``--quantization``; None: all are dense.
+    ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory;
+    ``linear_bytes``: the layers' matrices of it.
     """
 
     def __init__(
@@ -45,31 +47,29 @@ class Model:
         dtype: torch.dtype,
         device: str = "cpu",
         deterministic: bool = False,
-        quantization: str | None = None,
+        rounding: Rounding | None = None,
+        rounds_inputs: bool = True,
         rounded_cache: bool = False,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.device = device
-        self.quantization = quantization
+        self.rounding = rounding
+        self.quantization: str | None = None
         self.reasons: dict[str, str] = {}
         if device == "cpu" and (problem := native.problem()):
             self.reasons["cpu kernels"] = problem
-        self.weight_bytes = 0
-        chosen = choose_versions(spec, dtype, device, deterministic, quantization, rounded_cache)
+        self.weight_bytes = self.linear_bytes = 0
+        chosen = choose_versions(spec, dtype, device, deterministic, rounded_cache)
         self.implementations = {op: version.name for op, version in chosen.items()}
         ops = {op: version.call for op, version in chosen.items()}
-        versions = LinearVersions(
-            ops["linear"],
-            ops.get("quantized_linear", _not_quantized),
-            ops.get("quantize", _not_quantized),
-            dtype,
-        )
-        make_linear = partial(Linear, format=format_of(quantization), versions=versions)
+        self._linears = LinearVersions(ops["linear"], device, dtype, deterministic, rounds_inputs)
+        make_linear = partial(Linear, versions=self._linears, rounding=rounding)
         self._copy_blocks = ops["copy_blocks"]
         self.cache_dtype = torch.int8 if rounded_cache else dtype
         self._states = AttentionStates(ops, dtype, device, rounded_cache)
-        self.embedding = Embedding(spec, ops, make_linear)
+        rounds_head = rounding is not None and rounding.head
+        self.embedding = Embedding(spec, ops, make_linear, rounds_head)
         self.layers = [
             Layer(f"layers.{index}", layer, spec.hidden_size, self._states, make_linear, ops)
             for index, layer in enumerate(spec.layers)
@@ -86,7 +86,9 @@ class Model:
     def finish(self) -> None:
         """After all parts are loaded."""
         self._states.finish(self.spec.max_position)
-        if self._is_recordable():
+        recordable = self._is_recordable()
+        self.implementations |= self._linears.used
+        if recordable:
             self._recorded = RecordedLayers()
 
     def _is_recordable(self) -> bool:
@@ -165,7 +167,3 @@ class Model:
         """hidden: [r, hidden]. The first of each row's largest logits, int64 [r]; where some are no
         numbers, which one is not said."""
         return self.embedding.most_likely(hidden)
-
-
-def _not_quantized(*arguments: Any) -> Any:
-    raise AssertionError("a quantized weight came to a model that was to have none")

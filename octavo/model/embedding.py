@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.model.linear import Linear
+from octavo.model.linear import Linear, dense
 from octavo.model.spec import DecoderSpec
 from octavo.ops.sampling import most_likely
-from octavo.ops.weights import QuantizedWeight
 
 
 class Embedding:
@@ -23,15 +22,23 @@ class Embedding:
     """
 
     def __init__(
-        self, spec: DecoderSpec, ops: Mapping[str, Callable[..., Any]], make_linear: Any
+        self,
+        spec: DecoderSpec,
+        ops: Mapping[str, Callable[..., Any]],
+        make_linear: Any,
+        rounds_head: bool = False,
     ) -> None:
-        """``ops``: the chosen versions by name."""
+        """``ops``: the chosen versions by name. ``rounds_head``: the head is rounded while loading
+        as other linears are."""
         self.spec = spec
         self.operation = ops["embedding"]
         self._add_scaled = ops.get("add_scaled")
         self._soft_cap = ops.get("soft_cap", _no_cap)
         width = spec.embedding.width
-        self.head: Linear = make_linear((("head", spec.vocab_size),), width, epilogue="logits")
+        head = make_linear((("head", spec.vocab_size),), width, epilogue="logits")
+        if not rounds_head:
+            head.rounding = None
+        self.head: Linear = head
         self.project: tuple[Linear, Linear] | None = None  # to the hidden size and back
         if width != spec.hidden_size:
             self.project = (
@@ -65,18 +72,15 @@ class Embedding:
         weight = tensors["embed.weight"]
         head = weight if spec.tied else tensors["head.weight"]
         self.head.load({"head.weight": head})
-        if not isinstance(weight, QuantizedWeight):
+        if isinstance(weight, Tensor):
             self._look_up = partial(_rows, self.operation, weight)
         elif spec.tied:
             self._look_up = self.head.apply.rows  # type: ignore[attr-defined]
         else:
-            packed = self.head.versions.quantized([weight], None, "none", dtype)
-            self._look_up = packed.rows
+            packed = self.head.versions.multiplier([weight], None, "none")
+            self._look_up = packed.rows  # type: ignore[attr-defined]
         if spec.positions is not None:
-            table = tensors["positions.weight"]
-            if isinstance(table, QuantizedWeight):
-                table = table.dense().to(dtype)
-            self._positions = table
+            self._positions = dense(tensors["positions.weight"], dtype)
         if spec.scale is not None:
             self._scale = float(torch.tensor(spec.scale, dtype=dtype))
         for linear in self.project or ():

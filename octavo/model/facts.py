@@ -18,6 +18,7 @@ from octavo.model.families.catalogue import family_of
 from octavo.model.families.gguf_config import config_from_gguf
 from octavo.model.families.reading import ConfigReader
 from octavo.model.spec import DecoderSpec
+from octavo.quant.scheme import read_scheme
 from octavo.types import ConfigError
 
 # generation_config.json keys that are sampling parameters of ours, by the same name.
@@ -66,11 +67,11 @@ def build_spec(config: Mapping[str, Any], path: str | Path) -> DecoderSpec:
     where = str(path) if is_gguf(Path(path)) else str(Path(path) / "config.json")
     family = family_of(config, where)
     reader = ConfigReader(config, where)
-    if quantization := reader.mapping("quantization_config"):
-        method = quantization.get("quant_method", "unnamed")
-        if method not in family.quantizations:
-            raise ConfigError(f"{where}: quantization_config {method!r}: not in this version")
-    return family.build(reader)
+    reader.mapping("quantization_config")
+    spec = family.build(reader)
+    if not is_gguf(Path(path)):
+        read_scheme(config, Path(path), where)
+    return spec
 
 
 def eos_ids(path: str | Path, overrides: Mapping[str, Any] | None = None) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.model.linear import Linear
+from octavo.model.linear import Linear, dense
 from octavo.model.norm import Norm
 from octavo.model.spec import MLASpec
 from octavo.model.states import AttentionStates, StateKey
@@ -84,7 +84,7 @@ class LatentAttention:
         for part in self._parts():
             part.load(tensors)
         spec, stored = self.spec, tensors[f"{self.prefix}.kv_up.weight"]
-        up = stored.view(spec.num_heads, -1, spec.latent_dim)
+        up = dense(stored, self.down.versions.dtype).view(spec.num_heads, -1, spec.latent_dim)
         self.key_up, values = up.split((spec.nope_dim, spec.value_dim), dim=1)  # views
         self.value_up = values.transpose(1, 2)
 

@@ -6,21 +6,21 @@ needs room for one expert beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.model.linear import Linear
+from octavo.model.linear import Linear, dense, rounded
 from octavo.model.mlp import MLP
 from octavo.model.spec import MoESpec
 from octavo.ops.linear import Epilogue
 from octavo.ops.moe import ApplyExperts, OfExperts
-from octavo.quant.dense import Dense
-from octavo.quant.format import LinearVersions
+from octavo.ops.weights import Weight
+from octavo.quant.multiply import LinearVersions
+from octavo.quant.rounding import Rounding
 
 
 class Experts:
@@ -28,9 +28,18 @@ class Experts:
     operation is made when the last one is there."""
 
     def __init__(
-        self, prefix: str, spec: MoESpec, hidden_size: int, operation: Callable[..., ApplyExperts]
+        self,
+        prefix: str,
+        spec: MoESpec,
+        hidden_size: int,
+        operation: Callable[..., ApplyExperts],
+        versions: LinearVersions,
+        rounding: Rounding | None,
     ) -> None:
+        """``rounding``: what dense weights become while loading, by ``versions``."""
         self.spec = spec
+        self.versions = versions
+        self.rounding = rounding
         self.operation = operation
         count, inner = spec.router.num_experts, spec.intermediate_size
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -44,9 +53,10 @@ class Experts:
         self._missing = count
         self.apply: ApplyExperts
 
-    def place(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+    def place(self, index: int, tensors: Mapping[str, Weight]) -> None:
         """tensors: an expert's, by the names of ``shapes``."""
-        for name, tensor in tensors.items():
+        for name, weight in tensors.items():
+            tensor = dense(weight, self.versions.dtype)
             if name not in self._placed:
                 self._placed[name] = self._room(name, tensor)
             self._placed[name][index] = tensor
@@ -81,22 +91,13 @@ class Expert:
         for name, shape in self.experts.shapes.items():
             yield f"{self.prefix}.{name}", shape
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Weight]) -> None:
         own = {name: tensors[f"{self.prefix}.{name}"] for name in self.experts.shapes}
+        if rounding := self.experts.rounding:
+            for name, weight in own.items():
+                if len(weight.shape) == 2:
+                    own[name] = rounded(weight, rounding, self.experts.versions)
         self.experts.place(self.index, own)
-
-
-class Exact(Dense):
-    """Weights that are not quantized, and multiplied by ``linear`` whatever the others are: of a
-    router, whose rounding would send tokens to other experts."""
-
-    def __init__(self, linear: Callable[..., Any]) -> None:
-        self.linear = linear
-
-    def finish(
-        self, parts: Sequence[Mapping[str, Any]], epilogue: str, versions: LinearVersions
-    ) -> Callable[..., Tensor]:
-        return super().finish(parts, epilogue, replace(versions, dense=self.linear))
 
 
 class MoE:
@@ -115,12 +116,19 @@ class MoE:
         self.spec = spec
         self.route: Callable[..., tuple[Tensor, Tensor]] = ops["moe_route"]
         self.correction: Tensor | None = None
-        self._experts = Experts(prefix, spec, hidden_size, ops["moe_experts"])
         to_scores = partial(
-            make_linear, in_features=hidden_size, epilogue="logits", format=Exact(ops["router"])
+            make_linear, in_features=hidden_size, epilogue="logits", exact=ops["router"]
         )
         self.router: Linear = to_scores(
             ((f"{prefix}.router", spec.router.num_experts),), bias=spec.router.bias
+        )
+        self._experts = Experts(
+            prefix,
+            spec,
+            hidden_size,
+            ops["moe_experts"],
+            self.router.versions,
+            self.router.rounding,
         )
         self.shared: MLP | None = None
         self.shared_gate: Linear | None = None

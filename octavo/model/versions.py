@@ -28,23 +28,17 @@ from octavo.types import ConfigError
 # Linears that round some of their logits to the model's dtype: nothing for a router.
 _ROUND_LOGITS = ("onednn",)
 
-_OF_QUANTIZATION: dict[str | None, tuple[str, ...]] = {
-    "gguf": ("quantized_linear",),
-    "int8": ("quantized_linear", "quantize"),
-}
-
 
 def choose_versions(
     spec: DecoderSpec,
     dtype: torch.dtype,
     device: str,
     deterministic: bool,
-    quantization: str | None = None,
     rounded_cache: bool = False,
 ) -> dict[str, Version]:
-    """Operation -> version, on ``device`` ("cpu", "cuda"). ``quantization``: of the model. Raises
+    """Operation -> version, on ``device`` ("cpu", "cuda"). Raises
     ConfigError, in one line, where ``--deterministic`` cannot be kept."""
-    operations = (*operations_of(spec), *_OF_QUANTIZATION.get(quantization, ()))
+    operations = operations_of(spec)
     found = {op: registry.runnable(op, device, dtype, deterministic) for op in operations}
     if device == "cpu":  # on a GPU definitions cannot stand in: they read lengths on the host
         for op, geometry in {attention_of(layer.mixer, rounded_cache) for layer in spec.layers}:

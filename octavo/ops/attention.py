@@ -37,8 +37,10 @@ class Rope(Protocol):
 class AttentionGeometry:
     """``window``: keys a token sees, itself included. ``qk_norm_eps``: q and k heads are RMS-normed
     before RoPE. ``softcap``: scores s become softcap * tanh(s / softcap). ``own_scale``: of the
-    scores, where it is not 1 / sqrt(head_dim). ``sinks``: calls bring some. ``rounded_cache``: each
-    head of a token's keys and of its values is kept as whole multiples of max |x| / 127."""
+    scores, where it is not 1 / sqrt(head_dim). ``sinks``: calls bring some. ``cache_dtype``: what
+    keys and values are kept in, None: as they come. E4M3 and E5M2 (``torch.float8_e4m3fn``,
+    ``torch.float8_e5m2``): times the scale of their kv head; int8: each head of a token's key and
+    value as whole multiples of its max |x| / 127."""
 
     num_heads: int
     num_kv_heads: int
@@ -48,7 +50,7 @@ class AttentionGeometry:
     softcap: float | None = None
     own_scale: float | None = None
     sinks: bool = False
-    rounded_cache: bool = False
+    cache_dtype: torch.dtype | None = None
 
     @property
     def scale(self) -> float:
@@ -85,14 +87,13 @@ class PagedAttention(Protocol):
         state: Any,
         qk_weight: Tensor | None = None,
         sinks: Tensor | None = None,
-        kv_scales: tuple[float, float] = (1.0, 1.0),
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """qkv: [T, (hq + 2 hkv) * d], q heads, then k heads, then v heads; may be overwritten.
-        cache: ``kv_shape``, written in place; of qkv's dtype, with ``rounded_cache`` what the
-        version keeps that in (int8), or E4M3 (``torch.float8_e4m3fn``)
-        times ``kv_scales``, that of keys and that of values. qk_weight: [hq + hkv, d]. sinks: [hq],
-        for each head one more score, of nothing (gpt-oss). Returns [T, hq * d]. Raises ValueError
-        for what a version does not do."""
+        cache: ``kv_shape``, written in place; of the geometry's ``cache_dtype``, else qkv's dtype.
+        qk_weight: [hq + hkv, d]. sinks: [hq], for each head one more score, of nothing (gpt-oss).
+        kv_scales: FP32 [2, hkv], positive, of keys and of values kept in FP8; None: all 1. Returns
+        [T, hq * d]. Raises ValueError for what a version does not do."""
 
 
 def token_lengths(batch: BatchColumns) -> Tensor:
@@ -108,23 +109,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """``x`` as a cache keeps it; E4M3 has no infinity and ends at 448."""
-    if dtype == torch.float8_e4m3fn:
-        x = (x / scale).clamp(-448, 448)
-    return x.to(dtype)
-
-
-def rounded_heads(x: Tensor) -> Tensor:
-    """x: [T, heads, d]. Whole multiples of each head's max |x| / 127."""
-    step = x.abs().amax(dim=-1, keepdim=True) / 127
-    return (x / step.masked_fill(step == 0, 1)).round() * step
+def kept(x: Tensor, dtype: torch.dtype | None, scales: Tensor | None) -> Tensor:
+    """x: [T, heads, d]. The numbers that a cache of ``dtype`` (``AttentionGeometry``) keeps in
+    their place; scales: [heads], of FP8, whose largest number stands for all beyond."""
+    if dtype is None:
+        return x
+    if dtype == torch.int8:
+        step = x.abs().amax(dim=-1, keepdim=True) / 127
+        return (x / step.masked_fill(step == 0, 1)).round() * step
+    scale = x.new_ones(1) if scales is None else scales.to(x.dtype)[:, None]
+    largest = torch.finfo(dtype).max
+    return (x / scale).clamp(-largest, largest).to(dtype).to(x.dtype) * scale
 
 
 @register("paged_attention", "torch")
 class TorchPagedAttention:
-    """The definition: row by row, in FP32 at least. Cache: [block, offset, k|v, head, d], also of
-    rounded numbers."""
+    """The definition: row by row, in FP32 at least. Cache: [block, offset, k|v, head, d], of what
+    the numbers that are kept stand for, so of qkv's dtype whatever that is."""
 
     def __init__(self, geometry: AttentionGeometry) -> None:
         self.geometry = geometry
@@ -144,7 +145,7 @@ class TorchPagedAttention:
         state: tuple[BatchColumns, Rope],
         qk_weight: Tensor | None = None,
         sinks: Tensor | None = None,
-        kv_scales: tuple[float, float] = (1.0, 1.0),
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         batch, rope = state
         geometry = self.geometry
@@ -156,13 +157,10 @@ class TorchPagedAttention:
         cos, sin = (t.to(wide.dtype) for t in rope(batch.positions, token_lengths(batch)))
         query, key = qk.split((heads, kv_heads), dim=1)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if geometry.rounded_cache:
-            key, value = rounded_heads(key), rounded_heads(value)
+        scales = (None, None) if kv_scales is None else kv_scales.unbind()
+        new = [kept(x, geometry.cache_dtype, some) for x, some in zip((key, value), scales)]
         slots = cache.flatten(0, 1)  # [slots, k|v, head, d]
-        new = [stored(x, scale, cache.dtype) for x, scale in zip((key, value), kv_scales)]
-        slots[batch.slot_mapping] = torch.stack(new, dim=1)
-        scale = torch.tensor(kv_scales if cache.dtype == torch.float8_e4m3fn else (1.0, 1.0))
-        scale = scale.to(wide).view(2, 1, 1)
+        slots[batch.slot_mapping] = torch.stack(new, dim=1).to(cache.dtype)
 
         out = torch.empty_like(query)
         for row, length in enumerate(batch.seq_lens_host):
@@ -170,7 +168,7 @@ class TorchPagedAttention:
             past = torch.arange(length)
             blocks = batch.block_tables[row].long()[past // batch.block_size]
             known = slots[blocks * batch.block_size + past % batch.block_size].to(wide.dtype)
-            keys, values = (known * scale).unbind(1)  # [length, kv_heads, d]
+            keys, values = known.unbind(1)  # [length, kv_heads, d]
             group = heads // kv_heads
             keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", query[start:end], keys) * geometry.scale

@@ -23,6 +23,7 @@ _DEFINITIONS = (
     "octavo.ops.quantized",
     "octavo.ops.weight_only",
     "octavo.ops.float8",
+    "octavo.ops.tables",
     "octavo.ops.rows",
     "octavo.ops.attention",
     "octavo.ops.mla",

@@ -47,7 +47,8 @@ class QuantizedWeight(_Kind):
     codes: uint8 [out, in], below 2^bits. scales: FP16 or FP32 [out, groups]. minimums: of the
     scales' dtype [out, groups], or None. zeros: uint8 [out, groups], each group's own instead of
     ``zero``, or None. order: int64 [in]; the weight of input ``order[i]`` stands at place i (GPTQ's
-    act-order), None: of input i.
+    act-order), None: of input i. weight_only: the format leaves inputs as they are; else they are
+    rounded to 8 bits as well (W8A8).
 
     Raises ValueError for other bits than 2, 3, 4 and 8, a group that is no multiple of 4 or above
     ``LARGEST_GROUP``, and for zeros beside minimums or another ``zero`` than 0.
@@ -61,6 +62,7 @@ class QuantizedWeight(_Kind):
     zero: int = 0
     zeros: Tensor | None = None
     order: Tensor | None = None
+    weight_only: bool = True
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -293,6 +295,31 @@ def _in_groups(weight: QuantizedWeight, group: int, dtype: torch.dtype) -> Quant
     )
 
 
+def fit_together(weights: Sequence[Weight]) -> bool:
+    """Whether ``joined`` can make one of them without rounding any."""
+    first = weights[0]
+    if len(weights) == 1:
+        return True
+    if any(type(weight) is not type(first) for weight in weights):
+        return False
+    if isinstance(first, QuantizedWeight):
+        affine = cast(list[QuantizedWeight], list(weights))
+        group = min(weight.group for weight in affine)
+        return same_order(affine) and not any(weight.group % group for weight in affine)
+    if isinstance(first, Float8Weight):
+        float8 = cast(list[Float8Weight], list(weights))
+        scaled = {weight.input_scale is None for weight in float8}
+        return len(scaled) == 1 and len({_kind_of(weight) for weight in float8}) == 1
+    if isinstance(first, TableWeight):
+        tables = cast(list[TableWeight], list(weights))
+        return len({(w.bits, w.group, w.scales is None) for w in tables}) == 1
+    return True
+
+
+def _kind_of(weight: Float8Weight) -> tuple[torch.dtype, int, bool]:
+    return weight.values.dtype, weight.block[1], weight.weight_only
+
+
 def same_order(weights: Sequence[QuantizedWeight]) -> bool:
     """Whether their inputs stand in the same order."""
     first = weights[0].order
@@ -372,7 +399,7 @@ def _joined_outliers(weights: list[TableWeight]) -> Outliers:
 
 def _joined_float8(weights: list[Float8Weight]) -> Float8Weight:
     first = weights[0]
-    kinds = {(w.values.dtype, w.block[1], w.weight_only) for w in weights}
+    kinds = {_kind_of(weight) for weight in weights}
     if len(kinds) > 1:
         raise ValueError(f"FP8 weights of different kinds: {sorted(kinds, key=str)}")
     spans = {w.block[0] for w in weights}

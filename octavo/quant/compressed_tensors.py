@@ -36,7 +36,8 @@ def config(
         bits = format.bits if isinstance(format, Packed) else 8
         weights = _arguments(bits, "int", format.symmetric, format.group)
         layout = "pack-quantized" if isinstance(format, Packed) else "int-quantized"
-        inputs = {} if isinstance(format, Packed) else _inputs("int")
+        rounds = isinstance(format, Int8Stored) and not format.weight_only
+        inputs = _inputs("int") if rounds else {}
     return {
         "quant_method": NAME,
         "format": layout,
@@ -130,7 +131,8 @@ def _format(
     weights.choice("num_bits", allowed=(8,), default=8)
     if kind == "int":
         group_size, _ = _group_of(weights, ("tensor", "channel", "group"))
-        return Int8Stored(group_size, weights.boolean("symmetric") is not False)
+        symmetric = weights.boolean("symmetric") is not False
+        return Int8Stored(group_size, symmetric, weight_only=not inputs.values)
     return _float8(weights, inputs)
 
 

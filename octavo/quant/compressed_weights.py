@@ -111,11 +111,12 @@ class Packed:
 @dataclass(frozen=True)
 class Int8Stored:
     """W8A8-INT8: signed codes of 8 bits as they are, a scale for each output, group or matrix.
-    ``group``: 0 stands for all inputs. Scales of inputs, where they are stored, are not used: a
-    token's own are finer."""
+    ``group``: 0 stands for all inputs. ``weight_only``: inputs are not rounded. Scales of inputs,
+    where they are stored, are not used: a token's own are finer."""
 
     group: int = 0
     symmetric: bool = True
+    weight_only: bool = False
     name = NAME
 
     def tensors(self) -> tuple[StoredTensor, ...]:
@@ -148,7 +149,10 @@ class Int8Stored:
         if not self.symmetric:
             stored = self._spread(tensors["weight_zero_point"], shape, parts)
             zero, zeros = common_zero(_unsigned(stored))
-        return QuantizedWeight(_unsigned(tensors["weight"]), scales, None, 8, group, zero, zeros)
+        codes = _unsigned(tensors["weight"])
+        return QuantizedWeight(
+            codes, scales, None, 8, group, zero, zeros, weight_only=self.weight_only
+        )
 
     def _spread(self, stored: Tensor, shape: tuple[int, int], parts: Sequence[int]) -> Tensor:
         """[out, groups]; ``stored`` holds so many, one for each output or part, or one."""

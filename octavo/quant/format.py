@@ -14,8 +14,6 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    import torch
-
     from octavo.ops.weights import Quantized
 
 # "both" are all values of the matrix in a row; "one" is an axis of length 1; the length of a "free"
@@ -117,46 +115,3 @@ class Scheme:
     kv_scale_suffixes: tuple[str, ...] = ()
     kv_cache_scheme: Any = None
     notes: dict[str, None] = field(default_factory=dict)
-
-
-_WEIGHT = StoredTensor("weight", (("out", 1), ("in", 1)))
-_BIAS = StoredTensor("bias", (("out", 1),))
-
-
-@dataclass(frozen=True)
-class LinearVersions:
-    """The chosen versions of the linear operations (octavo.ops), and the dtype they compute in."""
-
-    dense: Callable[..., Any]
-    quantized: Callable[..., Any]
-    quantize: Callable[..., Any]
-    dtype: torch.dtype
-
-
-class Format(Protocol):
-    name: str
-
-    def tensors(self, bias: bool) -> tuple[StoredTensor, ...]:
-        """What the checkpoint holds for one linear."""
-
-    def finish(
-        self,
-        parts: Sequence[Mapping[str, Any]],
-        epilogue: str,
-        versions: LinearVersions,
-    ) -> Callable[..., torch.Tensor]:
-        """``parts``: the tensors (by suffix) of each projection fused into this linear, in order;
-        a weight may be a ``QuantizedWeight`` where the checkpoint holds it so."""
-
-
-def weight_and_bias(bias: bool) -> tuple[StoredTensor, ...]:
-    """What a checkpoint of whole weights holds for one linear."""
-    return (_WEIGHT, _BIAS) if bias else (_WEIGHT,)
-
-
-def joined_bias(parts: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
-    """The biases of fused projections, one after the other."""
-    import torch
-
-    biases = [part["bias"] for part in parts if "bias" in part]
-    return torch.cat(biases) if biases else None

@@ -155,7 +155,6 @@ def scheme(fields: Fields) -> Scheme:
     return Scheme(
         "fp8",
         format_of,
-        spare_suffixes=() if format.static else ("input_scale",),
         kv_scale_suffixes=KV_SCALES,
         kv_cache_scheme=fields.values.get("kv_cache_scheme"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from octavo.config import ModelConfig
 from octavo.model.loader.gguf import dequantize
 from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, expanded, grouped
-from octavo.model.quantization import choose_quantization
+from octavo.model.quantization import DENSE, Quantization, choose_quantization
 from octavo.ops.native import library, memory
 from octavo.ops.native.library import Features
-from octavo.ops.weights import QuantizedWeight
+from octavo.quant.rounding import roundings
+from octavo.quant.scheme import Scheme
 from octavo.types import ConfigError
 from tests.fixtures import models
 from tests.model.running import all_logits, load, random_ids, write_checkpoint, write_gguf
@@ -29,17 +31,23 @@ IDS = random_ids(60)
 
 
 def chosen(
-    quantization: str | None, is_gguf: bool, device: str = "cpu", dtype: str = "auto"
-) -> tuple[str | None, str]:
-    config = ModelConfig(model="m", quantization=quantization, dtype=dtype)
-    return choose_quantization(config, is_gguf, device)
+    quantization: str | None,
+    is_gguf: bool = False,
+    device: str = "cpu",
+    dtype: str = "auto",
+    scheme: str | None = None,
+    **flags: Any,
+) -> Quantization:
+    config = ModelConfig(model="m", quantization=quantization, dtype=dtype, **flags)
+    of_checkpoint = Scheme(scheme, lambda module: None) if scheme else None
+    return choose_quantization(config, is_gguf, device, of_checkpoint)
 
 
-def refused(*arguments: object) -> str:
+def refused(*arguments: Any, **flags: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        chosen(*arguments)  # type: ignore[arg-type]
+        chosen(*arguments, **flags)
     text = str(caught.value)
-    assert "\n" not in text and text.startswith(f"--quantization {arguments[0]}: ")
+    assert "\n" not in text and text.startswith("--quantization")
     return text
 
 
@@ -50,44 +58,97 @@ def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", ("auto", "bfloat16"))
 def test_a_gguf_files_groups_are_kept(avx2: None, dtype: str) -> None:
-    found, why = chosen(None, True, dtype=dtype)
-    assert found == "gguf" and "the file's own groups; --dtype float32" in why
+    found = chosen(None, True, dtype=dtype)
+    assert found.name == "gguf" and found.keeps_groups
+    assert "the file's own groups; --dtype float32" in found.reason
 
 
 @pytest.mark.parametrize("dtype", ("float", "float32", "half", "float16"))
 def test_but_not_in_fp32_unless_asked_for_and_not_in_fp16(avx2: None, dtype: str) -> None:
-    assert chosen(None, True, dtype=dtype) == (None, "")
+    assert chosen(None, True, dtype=dtype) is DENSE
     if "32" in dtype or dtype == "float":
-        assert chosen("gguf", True, dtype=dtype) == ("gguf", "--quantization gguf")
+        assert chosen("gguf", True, dtype=dtype).keeps_groups
     else:
         for asked in ("gguf", "int8"):
-            assert f"not with --dtype {dtype} on a CPU" in refused(asked, True, "cpu", dtype)
+            assert f"not with --dtype {dtype} on a CPU" in refused(asked, True, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ("auto", "bfloat16", "float32"))
-def test_int8_where_asked_for(avx2: None, dtype: str) -> None:
-    for is_gguf in (False, True):
-        assert chosen("int8", is_gguf, dtype=dtype) == ("int8", "--quantization int8")
-    assert chosen(None, False, dtype=dtype) == (None, "")
+def test_dense_weights_are_rounded_where_asked_for(avx2: None, dtype: str) -> None:
+    for name in roundings("cpu"):
+        for is_gguf in (False, True):
+            found = chosen(name, is_gguf, dtype=dtype)
+            assert found.name == name and found.rounding and not found.keeps_groups
+            assert found.reason.startswith(f"--quantization {name}: ")
+            assert found.rounds_inputs == (name == "int8")
+    assert chosen(None, dtype=dtype) is DENSE
 
 
-def test_gguf_is_for_gguf_files(avx2: None) -> None:
+def test_what_is_in_no_checkpoint_format_cannot_be_asked_to_be(avx2: None) -> None:
     for device in ("cpu", "cuda"):
-        assert "m is no GGUF file; use int8, or leave it out" in refused("gguf", False, device)
+        for asked in ("gguf", "gptq", "awq_marlin", "squeezellm", "compressed-tensors"):
+            text = refused(asked, device=device)
+            assert "to round them while loading use int8, " in text and "octavo quantize" in text
+            kind = "is not a GGUF file" if asked == "gguf" else "is not a checkpoint in "
+            assert f"m {kind}" in text and "not quantized" in text
+    assert "in groups of GGUF" in refused("gptq", True)
 
 
-def test_on_a_gpu_nothing_is_quantized() -> None:
-    assert chosen(None, True, "cuda") == chosen(None, False, "cuda") == (None, "")
-    for is_gguf in (True, False):
-        assert "not in this version on a GPU" in refused("int8", is_gguf, "cuda")
-    assert "not in this version on a GPU" in refused("gguf", True, "cuda")
+@pytest.mark.parametrize(
+    ("asked", "scheme"),
+    [(None, "gptq"), ("gptq", "gptq"), ("gptq_marlin", "gptq"), ("fp8_per_block", "fp8")],
+)
+def test_a_checkpoints_own_may_be_named(avx2: None, asked: str | None, scheme: str) -> None:
+    found = chosen(asked, scheme=scheme)
+    assert found.name == scheme and found.scheme and found.rounding is None
+    assert found.reason.startswith("the checkpoint's own")
+
+
+@pytest.mark.parametrize(
+    ("asked", "scheme"), [("awq", "gptq"), ("fp8", "gptq"), ("int8", "fp8"), ("gguf", "awq")]
+)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused(asked: str, scheme: str) -> None:
+    assert f"m is in {scheme} already" in refused(asked, scheme=scheme)
+
+
+@pytest.mark.parametrize("capability", (None, (8, 6), (9, 0)))
+def test_fp8_without_its_arithmetic_keeps_inputs(
+    avx2: None, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None
+) -> None:
+    """And says so; inputs in FP8 that were asked for by name are refused."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    device = "cuda" if capability else "cpu"
+    for asked, scheme in (("fp8", None), (None, "fp8")):
+        found = chosen(asked, device=device, scheme=scheme)
+        if capability == (9, 0):
+            assert "does not multiply" not in found.reason
+            assert (
+                chosen(asked, device=device, scheme=scheme, quantization_fp8_dynamic=True).name
+                == "fp8"
+            )
+            continue
+        assert "does not multiply FP8: inputs stay as they are" in found.reason
+        text = refused(asked, device=device, scheme=scheme, quantization_fp8_dynamic=True)
+        assert "compute capability 8.9" in text
+
+
+def test_the_head_is_rounded_where_it_is_said_to_be(avx2: None) -> None:
+    def of_head(name: str, device: str = "cpu", **flags: Any) -> bool:
+        rounding = chosen(name, device=device, **flags).rounding
+        assert rounding
+        return rounding.head
+
+    assert of_head("int8") and not of_head("int8", "cuda") and not of_head("fp8")
+    assert not of_head("int8", quantize_head=False) and of_head("fp8", quantize_head=True)
 
 
 def test_without_kernels_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "features", lambda: Features(0))
-    assert chosen(None, True) == chosen(None, False) == (None, "")
+    assert chosen(None, True) is DENSE and chosen(None) is DENSE
     for asked in ("int8", "gguf"):
         assert "needs octavo's CPU kernels" in refused(asked, True)
+    with pytest.raises(ConfigError, match="m: its weights in gptq need octavo's CPU kernels"):
+        chosen(None, scheme="gptq")
     monkeypatch.setattr(library, "problem", lambda: "not built")
     assert "are not built" in refused("int8", False)
 
@@ -232,12 +293,14 @@ def test_what_is_fused_takes_the_bytes_it_is_said_to_take(
 
 @has_kernels
 def test_what_is_stored_dense_stays_dense(checkpoint: Path, tmp_path: Path) -> None:
-    """And quantized weights that are fused with it are expanded."""
+    """Quantized weights that are fused with it are multiplied by themselves."""
     kinds = {"attn_v": "F16", "ffn_down": "BF16", "output": "F32"}
     file = write_gguf(tmp_path / "m.gguf", checkpoint, "Q8_0", kinds=kinds)
     model = load(file, quantization="gguf")
     dense, quantized = "NativeLinear", "NativeQuantizedLinear"
-    assert weights_of(model) == [dense, quantized, quantized, dense, dense]
+    assert weights_of(model) == ["Separate", quantized, quantized, dense, dense]
+    parts = model.layers[0].mixer.qkv.apply.parts
+    assert [type(part).__name__ for part in parts] == [quantized, quantized, dense]
     assert error(all_logits(model, IDS), all_logits(load(file), IDS)) < 0.03
 
 
@@ -277,7 +340,7 @@ def test_int8_rounds_any_dense_checkpoint(tied: bool, biases: bool, tmp_path: Pa
         mlp_bias=biases,
     )
     model, exact = load(tmp_path, quantization="int8"), load(tmp_path)
-    assert model.reasons["quantization"] == "int8: --quantization int8"
+    assert model.reasons["quantization"].startswith("int8: --quantization int8: weights and ")
     assert weights_of(model) == ALL and set(weights_of(exact)) == {"NativeLinear"}
     ids = torch.tensor([5, 0, 319, 5])
     assert torch.equal(model.embedding(ids), exact.embedding(ids))  # rows are looked up as stored
@@ -292,15 +355,6 @@ def test_int8_of_dummy_weights_and_of_a_gguf_file(checkpoint: Path, tmp_path: Pa
     model = load(file, quantization="int8")
     assert model.quantization == "int8" and weights_of(model) == ALL
     assert error(all_logits(model, IDS), all_logits(load(file), IDS)) < 0.05
-
-
-def test_a_model_without_quantization_takes_no_quantized_weight(checkpoint: Path) -> None:
-    model = load(checkpoint, "float16")
-    weight = QuantizedWeight(
-        torch.zeros(64, 64, dtype=torch.uint8), torch.zeros(64, 2), None, 4, 32
-    )
-    with pytest.raises(AssertionError, match="was to have none"):
-        model.layers[0].mixer.out.load({"layers.0.o.weight": weight})
 
 
 @pytest.mark.skipif(not library.features(), reason="no kernels here")

@@ -40,8 +40,8 @@ def attend(
     order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(len(sizes)))
     tables = order.int().view(rows, width)
     shape = attention.kv_shape(len(order), block_size)
-    if geometry.rounded_cache:
-        cache = torch.full(shape, -1, dtype=torch.int8)  # scales that are no numbers
+    if geometry.cache_dtype is not None:  # no numbers, scales that are none
+        cache = torch.full(shape, -1, dtype=torch.int8).view(geometry.cache_dtype)
     else:
         cache = torch.full(shape, float("nan"), dtype=qkv.dtype, device=qkv.device)
     rope = Rope(geometry.head_dim, length)

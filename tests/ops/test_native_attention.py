@@ -209,25 +209,38 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype):
 
 
 ROUNDED = {
-    "gqa3-64": (AttentionGeometry(9, 3, 64, rounded_cache=True), 16),
-    "dim 80, norm": (AttentionGeometry(4, 2, 80, qk_norm_eps=1e-6, rounded_cache=True), 8),
-    "dim 24, window": (AttentionGeometry(3, 1, 24, window=300, rounded_cache=True), 5),
+    "gqa3-64": (AttentionGeometry(9, 3, 64), 16),
+    "dim 80, norm": (AttentionGeometry(4, 2, 80, qk_norm_eps=1e-6), 8),
+    "dim 24, window": (AttentionGeometry(3, 1, 24, window=300, softcap=4.0), 5),
 }
+KINDS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
+def scales_of(geometry: AttentionGeometry) -> torch.Tensor | None:
+    """Unlike for each head of keys and of values; FP8 has them."""
+    if geometry.cache_dtype == torch.int8:
+        return None
+    count = 2 * geometry.num_kv_heads
+    return torch.linspace(0.01, 0.3, count).view(2, geometry.num_kv_heads)
+
+
+@kinds
 @pytest.mark.parametrize(("geometry", "block_size"), ROUNDED.values(), ids=ROUNDED)
-def test_a_rounded_cache(dtype, geometry, block_size):
+def test_a_cache_of_8_bits(dtype, geometry, block_size, kind):
     """Against the definition in FP64: now and then a number lies so close between two others that
-    it is rounded to the other one, and moves what sees it by a part of 1 / 127."""
+    it is rounded to the other one, and moves what sees it by a part of 1 / 127, or of itself."""
+    geometry = replace(geometry, cache_dtype=kind)
+    scales = scales_of(geometry)
     tested, exact = NativePagedAttention(geometry), TorchPagedAttention(geometry)
     rope, weight = Rope(geometry.head_dim), weight_of(geometry, dtype)
     width = -(-701 // block_size)
     tables = torch.randperm(2 * width, generator=torch.Generator().manual_seed(1))
     tables = tables.int().view(2, width)
     shape = tested.kv_shape(2 * width, block_size)
-    cache = torch.full(shape, -1, dtype=torch.int8)  # whose scales are no numbers
+    cache = torch.full(shape, -1, dtype=torch.int8).view(kind)  # no numbers, nor scales
     wide_cache = torch.zeros(exact.kv_shape(2 * width, block_size), dtype=torch.float64)
-    past, plain = [0, 0], NativePagedAttention(replace(geometry, rounded_cache=False))
+    past, plain = [0, 0], NativePagedAttention(replace(geometry, cache_dtype=None))
     plain_cache = torch.zeros(plain.kv_shape(2 * width, block_size), dtype=dtype)
     for new in ([600, 5], [1, 100], [100, 1]):
         batch = columns(past, new, tables, block_size, new.index(1) if 1 in new[:1] else 0)
@@ -237,24 +250,53 @@ def test_a_rounded_cache(dtype, geometry, block_size):
             wide_cache,
             exact.prepare(batch, rope, torch.float64),
             None if weight is None else weight.double(),
+            kv_scales=scales,
         )
         unrounded = plain(qkv.clone(), plain_cache, plain.prepare(batch, rope, dtype), weight)
-        found = tested(qkv, cache, tested.prepare(batch, rope, dtype), weight)
+        found = tested(qkv, cache, tested.prepare(batch, rope, dtype), weight, None, scales)
         error, price = (found.double() - expected).abs(), (unrounded.double() - expected).abs()
-        unit = (2 if dtype == BF16 else 16) * torch.finfo(dtype).eps
+        steps = 2 if dtype == BF16 else 16 if kind == torch.int8 else 256
+        unit = steps * torch.finfo(dtype).eps
         assert error.mean() <= unit * expected.abs().mean()
-        assert error.max() <= 0.02 * expected.abs().max()
+        assert error.max() <= (0.02 if kind == torch.int8 else 0.1) * expected.abs().max()
         assert price.mean() > 2 * error.mean() or dtype == BF16  # rounding is what was compared
         past = [p + n for p, n in zip(past, new)]
 
 
+@kinds
 @pytest.mark.parametrize(("geometry", "block_size"), ROUNDED.values(), ids=ROUNDED)
-def test_a_rounded_cache_is_the_same_however_its_prompt_comes(dtype, geometry, block_size, threads):
+def test_a_cache_of_8_bits_is_the_same_however_its_prompt_comes(dtype, geometry, block_size, kind):
+    geometry = replace(geometry, cache_dtype=kind)
     length = 700
     rows = randn(3, length, heads_of(geometry) * geometry.head_dim).to(dtype)
     ways = (([7] * 100, rows[:0]), ([1] * 40 + [660], rows[1:]), ([512, 188], rows[1:]))
     weight = weight_of(geometry, dtype)
     assert_tokens_alike(NativePagedAttention(geometry), rows[0], weight, ways, block_size)
+
+
+@pytest.mark.parametrize("kind", (torch.float8_e4m3fn, torch.float8_e5m2), ids=("e4m3", "e5m2"))
+def test_numbers_are_kept_as_torch_rounds_them(dtype, kind):
+    """Every number of FP8, those halfway between two and next to these, the largest and what is
+    beyond, denormal ones, zeros, no number: what a token that sees itself alone gets back."""
+    grid = torch.arange(256).to(torch.uint8).view(kind).float()
+    grid = grid[grid.isfinite()].unique()
+    middle = (grid[1:] + grid[:-1]) / 2
+    near = [middle * (1 + side) for side in (-(2.0**-7), 0.0, 2.0**-7)]
+    largest, least = grid[-1], grid[grid > 0][0]
+    beyond = torch.stack((largest * 1.1, largest * 64, least / 2, least / 3, least / 1e9))
+    values = torch.cat((grid, *near, beyond, -beyond, torch.tensor([float("nan")])))
+    values = values.to(dtype).float()
+    dim = 32
+    values = torch.cat((values, values.new_zeros(-len(values) % dim))).view(-1, dim)
+    attention = NativePagedAttention(AttentionGeometry(1, 1, dim, cache_dtype=kind))
+    count = len(values)
+    batch = columns([0] * count, [1] * count, torch.arange(count)[:, None].int(), 16, count)
+    qkv = torch.cat((torch.zeros(count, 2 * dim), values), dim=1).to(dtype)
+    cache = torch.zeros(attention.kv_shape(count, 16), dtype=kind)
+    found = attention(qkv, cache, attention.prepare(batch, Rope(dim), dtype)).float()
+    expected = values.clamp(-largest, largest).to(kind).float()
+    assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().sum() == 1
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 def test_a_plan_grows_with_its_step(dtype):

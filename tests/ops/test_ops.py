@@ -243,20 +243,29 @@ def test_definition_of_softcap_and_sinks():
     torch.testing.assert_close(found, weights @ value / (weights.sum() + sink.exp()))
 
 
-def test_definition_keeps_keys_and_values_in_e4m3_times_their_scales():
-    attention = TorchPagedAttention(AttentionGeometry(2, 1, 16))
+@pytest.mark.parametrize(
+    ("dtype", "bound"), ((torch.float8_e4m3fn, 0.04), (torch.float8_e5m2, 0.08), (torch.int8, 0.01))
+)
+def test_definition_keeps_keys_and_values_in_8_bits(dtype, bound):
+    scales = None if dtype == torch.int8 else torch.tensor([[0.5], [0.01]])
     batch = columns([0], [9], torch.zeros(1, 1).int(), 16)
     qkv = randn(9, 64)
     results = []
-    for dtype, scales in ((torch.float64, (1.0, 1.0)), (torch.float8_e4m3fn, (0.5, 0.01))):
-        cache = torch.zeros(attention.kv_shape(1, 16)).to(dtype)
-        state = attention.prepare(batch, rope(attention.geometry), torch.float64)
-        results.append((attention(qkv, cache, state, kv_scales=scales), cache[0, :9].double()))
+    for kept_in in (None, dtype):
+        geometry = AttentionGeometry(2, 1, 16, cache_dtype=kept_in)
+        attention = TorchPagedAttention(geometry)
+        cache = torch.zeros(attention.kv_shape(1, 16), dtype=torch.float64)
+        state = attention.prepare(batch, rope(geometry), torch.float64)
+        results.append((attention(qkv, cache, state, kv_scales=scales), cache[0, :9]))
     (exact, kept), (found, stored) = results
-    stored[:, 0] *= 0.5
-    stored[:, 1] *= 0.01
-    assert 0 < (stored - kept).norm() / kept.norm() < 0.04
-    assert 0 < (found - exact).norm() / exact.norm() < 0.04
+    assert 0 < (stored - kept).norm() / kept.norm() < bound
+    assert 0 < (found - exact).norm() / exact.norm() < bound
+    if scales is not None:
+        codes = stored / scales.double()[:, :, None]
+        assert torch.equal(codes.to(dtype).double(), codes)
+        largest = torch.finfo(dtype).max
+        attention(1e6 * qkv, cache, state, kv_scales=scales)
+        assert (cache[0, :9] / scales.double()[:, :, None]).abs().max() == largest
 
 
 def test_the_cpu_version_refuses_what_it_does_not_do():
@@ -266,8 +275,10 @@ def test_the_cpu_version_refuses_what_it_does_not_do():
     cache = torch.zeros(attention.kv_shape(1, 16))
     with pytest.raises(ValueError, match="sinks"):
         attention(torch.randn(9, 64), cache, state, sinks=torch.zeros(2))
-    with pytest.raises(ValueError, match="FP8"):
+    with pytest.raises(ValueError, match="8 bits"):
         attention(torch.randn(9, 64), cache.to(torch.float8_e4m3fn), state)
+    with pytest.raises(ValueError, match="8 bits"):
+        CPUPagedAttention(AttentionGeometry(2, 1, 16, cache_dtype=torch.int8))
 
 
 @pytest.mark.parametrize(("version", "dtype"), cases("paged_attention"))

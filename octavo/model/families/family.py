@@ -37,8 +37,7 @@ class Family:
     neighbours (2i, 2i + 1); the loader puts them back. ``base``: what a checkpoint's names begin
     with, but for the head's; a model that was saved without its head lacks it. ``from_gguf``
     completes a config made of GGUF metadata with what llama.cpp knows without being told.
-    ``experts``, ``gguf_experts``: the ways in which files store them. ``quantizations``: values of
-    a config's quant_method that can be read."""
+    ``experts``, ``gguf_experts``: the ways in which files store them."""
 
     architectures: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
@@ -50,7 +49,6 @@ class Family:
     from_gguf: Callable[[dict[str, Any]], dict[str, Any]] = dict
     experts: tuple[ExpertLayout, ...] = ()
     gguf_experts: tuple[ExpertLayout, ...] = ()
-    quantizations: tuple[str, ...] = ()
 
 
 def build_decoder(

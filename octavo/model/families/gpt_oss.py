@@ -47,5 +47,4 @@ FAMILY = Family(
         "layers.{i}.sinks.weight": "model.layers.{i}.self_attn.sinks",
     },
     experts=GPT_OSS_EXPERTS,
-    quantizations=("mxfp4",),
 )

@@ -12,8 +12,23 @@ import torch
 from torch import Tensor
 
 from octavo.model.families.names import Names, Place
+from octavo.model.loader.source import WHOLE, Share, StoredAs
+from octavo.model.quantization import DENSE, Quantization
 from octavo.model.spec import DecoderSpec
+from octavo.ops.weights import Weight
+from octavo.quant.format import CheckpointFormat
+from octavo.types import ConfigError
 
+# Of formats whose codes may be any bits.
+_RANDOM = {
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 _POOL = 1_000_003  # a prime: tiled rows of any width differ
 
 
@@ -33,7 +48,9 @@ class DummySource:
         seed: int,
         device: str = "cpu",
         dtype: torch.dtype | None = None,
+        quantization: Quantization = DENSE,
     ) -> None:
+        self.quantization = quantization
         self.where = str(path)
         self.spec = spec
         self.dtype = dtype
@@ -52,16 +69,60 @@ class DummySource:
     def count_groups(self) -> tuple[int, int]:
         return 0, 0
 
-    def keeps_groups(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
+        return self._format_of(name) is not None
+
+    def stored_as(self, name: str, shape: tuple[int, ...]) -> StoredAs:
+        return {name: (shape,)}
+
+    def is_needless(self, name: str) -> bool:
         return False
 
     def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-        return sum(map(math.prod, shapes.values())) * dtype.itemsize
+        return sum(self._bytes_of(name, shape, dtype) for name, shape in shapes.items())
+
+    def _bytes_of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        found = self._format_of(name) if len(shape) == 2 else None
+        return found.bytes_of(*shape) if found else math.prod(shape) * dtype.itemsize
+
+    def _format_of(self, name: str) -> CheckpointFormat | None:
+        """Random weights are in the scheme that the config names."""
+        scheme = self.quantization.scheme
+        module = name.removesuffix(".weight")
+        is_matrix = module != name and module.split(".")[-1] not in ("embed", "head", "router")
+        return scheme.format_of(module) if scheme and is_matrix and "norm" not in module else None
 
     def fetch(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
-    ) -> Callable[[], Tensor]:
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, share: Share = WHOLE
+    ) -> Callable[[], Weight]:
+        found = self._format_of(name) if len(shape) == 2 else None
+        if found is not None:
+            return partial(self._quantized, found, shape)
         return partial(self._make, name, shape, dtype)
+
+    def _quantized(self, found: CheckpointFormat, shape: tuple[int, ...]) -> Weight:
+        """Codes of random bits, scales of one size."""
+        tensors = {}
+        rows, inputs = shape
+        for tensor in found.tensors():
+            if tensor.optional:
+                continue
+            size = tensor.shape(rows, inputs)
+            if -1 in size or tensor.kinds[0] not in _RANDOM:
+                raise ConfigError(
+                    f"{self.where}: --load-format dummy: no random weights in {found.name}; "
+                    "leave quantization_config out, or round them with --quantization"
+                )
+            tensors[tensor.suffix] = self._random(size, _RANDOM[tensor.kinds[0]], inputs)
+        return found.read(tensors, rows, inputs)
+
+    def _random(self, size: tuple[int, ...], dtype: torch.dtype, inputs: int) -> Tensor:
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            return torch.full(size, 1 / (8 * math.sqrt(inputs)), dtype=dtype, device=self.device)
+        count = (*size[:-1], size[-1] * dtype.itemsize) if size else (1,)
+        top = 256 if not dtype.is_floating_point else 64  # below FP8's largest
+        drawn = torch.empty(count, dtype=torch.uint8, device=self.device)
+        return drawn.random_(0, top, generator=self._generator).view(dtype)
 
     def close(self) -> None:
         pass

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from octavo.model.families.experts import ExpertLayout
+from octavo.model.linear import dense
 from octavo.model.loader import mxfp4
 from octavo.model.spec import DecoderSpec, MoESpec
+from octavo.ops.weights import Weight, fit_together, joined
 
 _OURS = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.(.+)")
 
@@ -90,17 +92,20 @@ class StoredExperts:
             return [(*blocks, mxfp4.BLOCK_BYTES), blocks]
         return [(shape[0] // count, *shape[1:])] * count
 
-    def joined(self, name: str, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def joined(self, name: str, pieces: Sequence[Weight], dtype: torch.dtype) -> Weight:
         """Our tensor of that name from its pieces."""
+        values: Weight
         if len(pieces) == 2 and self.layout.form == "mxfp4":
-            values = mxfp4.expand(pieces[0], pieces[1], dtype)
+            values = mxfp4.weight(*pieces)  # type: ignore[arg-type]
+        elif fit_together(pieces):
+            values = joined(pieces)
         else:
-            values = pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
-        if values.dim() == 2 and self.layout.form == "columns":
+            values = joined([dense(piece, dtype) for piece in pieces])
+        if isinstance(values, Tensor) and values.dim() == 2 and self.layout.form == "columns":
             values = values.T
         if self.layout.interleaved and ".gate_up." in name:
-            values = torch.cat((values[::2], values[1::2]))
-        return values.to(dtype).contiguous()
+            values = joined((values[::2], values[1::2]))
+        return values.to(dtype).contiguous() if isinstance(values, Tensor) else values
 
     def _filled(self, template: str, layer: int, expert: int) -> str:
         name = template.replace("{i}", str(layer)).replace("{e}", str(expert))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,15 +16,14 @@ from torch import Tensor
 from octavo.checkpoint.gguf import GGUFFile, GGUFTensor
 from octavo.model.families.family import Family
 from octavo.model.families.names import Place, find
-from octavo.model.linear import Weight
 from octavo.model.loader.experts import Piece, StoredExperts
 from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, expanded, grouped
+from octavo.model.loader.source import WHOLE, Share, StoredAs
 from octavo.model.loader.upload import Uploader
+from octavo.model.quantization import DENSE, Quantization
 from octavo.model.spec import DecoderSpec, GQASpec
-from octavo.ops.weights import QuantizedWeight
+from octavo.ops.weights import Weight
 from octavo.types import ConfigError
-
-AnyWeight = TypeVar("AnyWeight", Tensor, QuantizedWeight)
 
 
 class GGUFSource:
@@ -35,10 +33,11 @@ class GGUFSource:
         spec: DecoderSpec,
         family: Family,
         uploader: Uploader | None = None,
-        in_groups: bool = False,
+        quantization: Quantization = DENSE,
     ) -> None:
-        """``uploader``: to the device that is not the CPU. ``in_groups``: quantized matrices come
-        as ``QuantizedWeight``, where the kernels know their type."""
+        """``uploader``: to the device that is not the CPU. Where ``quantization`` keeps groups,
+        quantized matrices come as such, if the kernels know their type."""
+        self.quantization = quantization
         self.where = str(file.path)
         self.spec = spec
         self.names = family.gguf_names
@@ -48,7 +47,7 @@ class GGUFSource:
         self.dtype = _commonest(file)
         self._experts = StoredExperts(spec, family.gguf_experts, self.shapes)
         self._uploader = uploader
-        self._in_groups = in_groups
+        self._in_groups = quantization.keeps_groups
 
     def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         return self._experts.pieces(name, shape)
@@ -60,41 +59,50 @@ class GGUFSource:
         matrices = [t.type.name in KINDS for t in self._file.tensors.values() if len(t.shape) == 2]
         return (sum(matrices), len(matrices)) if self._in_groups else (0, 0)
 
-    def keeps_groups(self, name: str) -> bool:
-        return self._in_groups and self._kind(name) in KINDS
+    def is_quantized(self, name: str) -> bool:
+        return self._in_groups and self._kinds_of(name, (0, 0)) <= set(KINDS)
+
+    def stored_as(self, name: str, shape: tuple[int, ...]) -> StoredAs:
+        return {name: (shape,)}
+
+    def is_needless(self, name: str) -> bool:
+        return False
 
     def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
         size: float = dtype.itemsize
-        of_experts = any(self.expert_pieces(name, shape) for name, shape in shapes.items())
-        if not of_experts and all(map(self.keeps_groups, shapes)):
-            size = bytes_per_value({self._kind(name) for name in shapes})
+        kinds = set().union(*(self._kinds_of(name, shape) for name, shape in shapes.items()))
+        if self._in_groups and kinds and kinds <= set(KINDS):
+            size = bytes_per_value(kinds)
         return int(sum(map(math.prod, shapes.values())) * size)
 
     def fetch(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, share: Share = WHOLE
     ) -> Callable[[], Weight]:
         if pieces := self.expert_pieces(name, shape):
             calls = [self._fetch_piece(piece, dtype) for piece in pieces]
             return lambda: self._experts.joined(name, [call() for call in calls], dtype)
         stored = self._file.tensors[self.place(name).name]
         kind = stored.type.name
-        row = stored.num_bytes // stored.shape[0]
+        row, first = stored.num_bytes // stored.shape[0], share.first
         mine = slice(first * row, (first + shape[0]) * row)
-        if self.keeps_groups(name):
-            return lambda: self._grouped(name, stored, mine, shape)
+        if self._in_groups and kind in KINDS:
+            raw = self._raw(stored, mine)
+            return lambda: self._in_order(name, grouped(raw(), kind, shape))
         if self._uploader is None or not _is_decoded_here(kind):
             return lambda: self._in_order(name, self._decoded(stored, mine, dtype).view(shape))
         raw = self._uploader.begin(stored.file, stored.offset + mine.start, mine.stop - mine.start)
         return lambda: self._in_order(name, _decode(raw(), kind, dtype).view(shape))
 
-    def _fetch_piece(self, piece: Piece, dtype: torch.dtype) -> Callable[[], Tensor]:
-        """Experts are expanded, whatever their type."""
+    def _fetch_piece(self, piece: Piece, dtype: torch.dtype) -> Callable[[], Weight]:
         stored = self._file.tensors[piece.name]
         size, first = stored.num_bytes, 0
         if piece.index is not None:
             size //= piece.shape[0]
             first = piece.index * size
         kind, shape = stored.type.name, piece.own_shape
+        if self._in_groups and kind in KINDS:
+            packed = self._raw(stored, slice(first, first + size))
+            return lambda: grouped(packed(), kind, shape)
         if self._uploader is None or not _is_decoded_here(kind):
             mine = slice(first, first + size)
             return lambda: self._decoded(stored, mine, dtype).view(shape)
@@ -105,15 +113,17 @@ class GGUFSource:
         if self._uploader is not None:
             self._uploader.close()
 
-    def _kind(self, name: str) -> str:
-        """The GGML type of our tensor ``name``."""
-        return self._file.tensors[self.place(name).name].type.name
+    def _kinds_of(self, name: str, shape: tuple[int, ...]) -> set[str]:
+        """The GGML types of what our tensor ``name`` comes from."""
+        pieces = self.expert_pieces(name, shape)
+        names = [piece.name for piece in pieces] or [self.place(name).name]
+        return {self._file.tensors[stored].type.name for stored in names}
 
-    def _grouped(
-        self, name: str, stored: GGUFTensor, mine: slice, shape: tuple[int, ...]
-    ) -> QuantizedWeight:
-        raw = torch.from_numpy(self._copied(stored, mine))
-        return self._in_order(name, grouped(raw, stored.type.name, shape))
+    def _raw(self, stored: GGUFTensor, mine: slice) -> Callable[[], Tensor]:
+        """Bytes of a tensor on the device."""
+        if self._uploader is None:
+            return lambda: torch.from_numpy(self._copied(stored, mine))
+        return self._uploader.begin(stored.file, stored.offset + mine.start, mine.stop - mine.start)
 
     def _decoded(self, stored: GGUFTensor, mine: slice, dtype: torch.dtype) -> Tensor:
         raw = self._copied(stored, mine)
@@ -127,7 +137,7 @@ class GGUFSource:
         offset, count = stored.offset + mine.start, mine.stop - mine.start
         return np.fromfile(stored.file, dtype=np.uint8, count=count, offset=offset)
 
-    def _in_order(self, name: str, values: AnyWeight) -> AnyWeight:
+    def _in_order(self, name: str, values: Weight) -> Weight:
         if not self._interleaves or name.split(".")[-2] not in ("q", "k"):
             return values
         mixer = self.spec.layers[0].mixer

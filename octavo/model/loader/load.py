@@ -19,18 +19,17 @@ from octavo.model.dtype import choose_dtype
 from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_config
 from octavo.model.families.catalogue import family_of
 from octavo.model.layer import Part
-from octavo.model.linear import Weight
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
 from octavo.model.loader.gguf_groups import KINDS
 from octavo.model.loader.pickled import read_pickled
 from octavo.model.loader.safetensors import SafetensorsSource, read_safetensors
 from octavo.model.loader.shards import Headers
-from octavo.model.loader.source import WeightSource, check_complete
+from octavo.model.loader.source import WHOLE, Share, WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
-from octavo.model.spec import DecoderSpec, MoESpec
-from octavo.quant.int8 import BYTES_PER_WEIGHT
+from octavo.ops.weights import Weight
+from octavo.quant.scheme import read_scheme
 from octavo.types import ConfigError, Progress
 
 # Weights of later parts that are on their way to a GPU while a part is built.
@@ -45,8 +44,7 @@ def load_model(
     ``progress`` is told while weights load. Raises ConfigError, in one line, for
     whatever is wrong with the files, before memory is taken where the headers tell.
     """
-    quantization, why = choose_quantization(config.model, is_gguf(Path(path)), device)
-    with closing(open_source(Path(path), config.model, device, quantization)) as source:
+    with closing(open_source(Path(path), config.model, device)) as source:
         dtype, reason = choose_dtype(config.model.dtype, device, source.dtype)
         computed, kept = str(dtype).removeprefix("torch."), config.cache.kv_cache_dtype
         if kept not in ("auto", computed, "int8"):
@@ -54,24 +52,27 @@ def load_model(
                 f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
                 f"with, {computed}, or in int8; use auto, or --dtype {kept}"
             )
-        if quantization == "int8" and _has_experts(source.spec):
-            raise ConfigError(
-                f"--quantization int8: {source.spec.architecture} has experts, which this version "
-                "does not quantize; leave it out"
-            )
-        if quantization == "gguf":
-            quantization, why = _what_groups_there_are(source, config.model.quantization, why)
-        deterministic, rounded = config.model.deterministic, kept == "int8"
-        model = Model(source.spec, dtype, device, deterministic, quantization, rounded)
+        quantization = source.quantization
+        name, why = quantization.name, quantization.reason
+        if quantization.keeps_groups:
+            name, why = _what_groups_there_are(source, config.model.quantization, why)
+        model = Model(
+            source.spec,
+            dtype,
+            device,
+            config.model.deterministic,
+            quantization.rounding,
+            quantization.rounds_inputs,
+            kept == "int8",
+        )
+        model.quantization = name
         model.reasons["dtype"] = reason
-        if quantization:
-            model.reasons["quantization"] = f"{quantization}: {why}"
+        if name:
+            model.reasons["quantization"] = f"{name}: {why}"
         load_weights(model, source, dtype, progress)
+        if quantization.scheme and quantization.scheme.notes:
+            model.reasons["checkpoint"] = "; ".join(quantization.scheme.notes)
     return model
-
-
-def _has_experts(spec: DecoderSpec) -> bool:
-    return any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
 
 
 def _what_groups_there_are(
@@ -85,18 +86,14 @@ def _what_groups_there_are(
             f"{source.where}: --quantization {asked}: holds no type whose groups can be kept "
             f"({', '.join(KINDS)}); leave it out, or use int8"
         )
-    if _has_experts(source.spec):
-        why += "; experts are expanded"
     if kept < matrices:
         why += f"; {matrices - kept} of {matrices} matrices, of other types, are expanded"
     return ("gguf", why) if kept else (None, "")
 
 
-def open_source(
-    path: Path, config: ModelConfig, device: str = "cpu", quantization: str | None = None
-) -> WeightSource:
-    """The checkpoint at ``path`` as ``--load-format`` says, its tensors bound for ``device``; only
-    headers are read. ``quantization``: "gguf" keeps a file's groups."""
+def open_source(path: Path, config: ModelConfig, device: str = "cpu") -> WeightSource:
+    """The checkpoint at ``path`` as ``--load-format`` says, its tensors bound for ``device`` and
+    kept as ``--quantization`` says; only headers are read."""
     file = GGUFFile(path) if is_gguf(path) else None  # a long vocabulary is parsed once
     if file is None:
         values = read_config(path, config.hf_overrides)
@@ -104,9 +101,13 @@ def open_source(
         values = merged(gguf_config(file), config.hf_overrides)
     spec = build_spec(values, path)
     family = family_of(values, str(path))
-    kind = config.load_format
+    directory = path if file is None else None
+    scheme = None if file is not None else read_scheme(values, directory, str(path))
+    quantization = choose_quantization(config, file is not None, device, scheme)
+    kind = "auto" if config.load_format == "bitsandbytes" else config.load_format
     if kind == "dummy":
-        return DummySource(path, spec, config.seed, device, stated_dtype(values))
+        stated = stated_dtype(values)
+        return DummySource(path, spec, config.seed, device, stated, quantization)
     if kind != "auto" and (kind == "gguf") != (file is not None):
         raise ConfigError(
             f"--load-format {kind}: {path} is a {'GGUF file' if file else 'directory'}; "
@@ -115,8 +116,8 @@ def open_source(
     stored = _stored_tensors(path, kind) if file is None else {}
     uploader = Uploader(device) if device != "cpu" else None
     if file is not None:
-        return GGUFSource(file, spec, family, uploader, quantization == "gguf")
-    return SafetensorsSource(path, spec, family, stored, uploader)
+        return GGUFSource(file, spec, family, uploader, quantization)
+    return SafetensorsSource(path, spec, family, stored, uploader, quantization)
 
 
 def _stored_tensors(directory: Path, kind: str) -> Headers:
@@ -145,17 +146,19 @@ def load_weights(
             if name in wanted:
                 raise ValueError(f"two parts want {name}")
             wanted[name] = shape
-    firsts = check_complete(source, wanted)
+    shares = check_complete(source, wanted)
 
-    model.weight_bytes = _weight_bytes(model, source, wanted, dtype)
+    model.weight_bytes, model.linear_bytes = _weight_bytes(model, source, wanted, dtype)
     _check_free(model, source)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
+    if model.rounding:
+        ahead //= 8  # of dense weights, beside what becomes of them
     sizes = [
         sum(source.bytes_packed({name: shape}, dtype) for name, shape in part.wanted())
         for part in parts
     ]
     total, done = sum(sizes), 0
-    for size, (part, tensors) in zip(sizes, _fetched(parts, source, dtype, ahead, firsts)):
+    for size, (part, tensors) in zip(sizes, _fetched(parts, source, dtype, ahead, shares)):
         progress("loading weights", done / total, total)
         part.load(tensors)
         tensors.clear()  # before the next part's are made
@@ -166,24 +169,35 @@ def load_weights(
 
 def _weight_bytes(
     model: Model, source: WeightSource, wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> int:
-    """What the weights take in memory once they are packed."""
+) -> tuple[int, int]:
+    """What the weights take in memory once they are packed: all, and the layers' matrices."""
     linears = [*(x for layer in model.layers for x in layer.linears()), *model.embedding.linears()]
-    fused = [[f"{name}.weight" for name, _ in linear.parts] for linear in linears]
-    alone = set(wanted).difference(*fused)
-    size = 0
-    for names in (*fused, *([name] for name in sorted(alone))):
+    groups = [([f"{name}.weight" for name, _ in x.parts], x.is_rounded) for x in linears]
+    fused = {name for names, _ in groups for name in names}
+    for name in sorted(set(wanted) - fused):
+        is_expert = ".experts." in name and len(wanted[name]) == 2
+        groups.append(([name], is_expert and model.rounding is not None))
+    size = of_layers = 0
+    for names, is_rounded in groups:
         shapes = {name: wanted[name] for name in names}
-        if model.quantization == "int8" and names in fused:
-            size += int(sum(map(math.prod, shapes.values())) * BYTES_PER_WEIGHT)
-        else:
-            size += source.bytes_packed(shapes, dtype)
-    shared = source.keeps_groups("embed.weight")  # rows are read from the head's packed copy
-    if model.spec.embedding.tied and model.device == "cpu" and not shared:
-        elements = math.prod(wanted["embed.weight"])
-        is_int8 = model.quantization == "int8"
-        size += int(elements * (BYTES_PER_WEIGHT if is_int8 else dtype.itemsize))
-    return size
+        if is_rounded and not any(map(source.is_quantized, names)):
+            assert model.rounding is not None
+            taken = sum(model.rounding.bytes_of(*shape) for shape in shapes.values())
+        elif len({source.is_quantized(name) for name in names}) == 1:
+            taken = source.bytes_packed(shapes, dtype)
+        else:  # packed apart
+            taken = sum(source.bytes_packed({name: shapes[name]}, dtype) for name in names)
+        size += taken
+        if names[0].startswith("layers.") and len(wanted[names[0]]) > 1:
+            of_layers += taken
+    shared = source.is_quantized("embed.weight")  # rows are read from the head's packed copy
+    tied, rounding = model.spec.embedding.tied, model.embedding.head.rounding
+    shape = wanted["embed.weight"]
+    if tied and rounding:
+        size += rounding.bytes_of(*shape)
+    elif tied and model.device == "cpu" and not shared:
+        size += math.prod(shape) * dtype.itemsize
+    return size, of_layers
 
 
 def _fetched(
@@ -191,10 +205,10 @@ def _fetched(
     source: WeightSource,
     dtype: torch.dtype,
     ahead: int,
-    firsts: Mapping[str, int],
+    shares: Mapping[str, Share],
 ) -> Iterator[tuple[Part, dict[str, Weight]]]:
     """Each part with its tensors, in order. Those of later parts, up to so many bytes, are fetched
-    meanwhile. ``firsts``: see ``check_complete``."""
+    meanwhile. ``shares``: see ``check_complete``."""
     coming: deque[tuple[Part, dict[str, Callable[[], Weight]], int]] = deque()
     under_way = 0
     left = iter(parts)
@@ -205,7 +219,7 @@ def _fetched(
             wanted = dict(part.wanted())
             size = sum(map(math.prod, wanted.values())) * dtype.itemsize
             calls = {
-                name: source.fetch(name, shape, _kept(name, dtype), firsts.get(name, 0))
+                name: source.fetch(name, shape, _kept(name, dtype), shares.get(name, WHOLE))
                 for name, shape in wanted.items()
             }
             coming.append((part, calls, size))

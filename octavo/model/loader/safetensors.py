@@ -22,6 +22,7 @@ from octavo.checkpoint.mapped import forget_read
 from octavo.model.families.family import Family
 from octavo.model.families.names import Place, find
 from octavo.model.loader.experts import Piece, StoredExperts
+from octavo.model.loader.projections import StoredProjections
 from octavo.model.loader.shards import (
     Headers,
     Stored,
@@ -31,8 +32,11 @@ from octavo.model.loader.shards import (
     read_checkpoint,
     same_bytes,
 )
+from octavo.model.loader.source import WHOLE, Share, StoredAs
 from octavo.model.loader.upload import Uploader
+from octavo.model.quantization import DENSE, Quantization
 from octavo.model.spec import DecoderSpec
+from octavo.ops.weights import Weight
 from octavo.types import ConfigError
 
 _DTYPES = {
@@ -40,6 +44,17 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F64": torch.float64,
+}
+# Beside them, of quantized projections.
+_CODES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _SINGLE, _PATTERN = "model.safetensors", "*.safetensors"
 
@@ -52,9 +67,11 @@ class SafetensorsSource:
         family: Family,
         stored: Headers,
         uploader: Uploader | None = None,
+        quantization: Quantization = DENSE,
     ) -> None:
         """``stored``: where each tensor's bytes are, in files of any kind that keeps them as they
         are. ``uploader``: to the device that is not the CPU."""
+        self.quantization = quantization
         self.where = str(path)
         self.spec = spec
         self.names = family.hf_names
@@ -64,6 +81,9 @@ class SafetensorsSource:
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.dtype = _commonest(self._stored)
         left_out = family.base if self._bare else ""
+        self._projections = StoredProjections(
+            quantization.scheme, self._stored, self.where, left_out
+        )
         self._experts = StoredExperts(spec, family.experts, self._stored, left_out)
         self._uploader = uploader
         self._maps: dict[Path, mmap.mmap] = {}
@@ -79,19 +99,44 @@ class SafetensorsSource:
     def count_groups(self) -> tuple[int, int]:
         return 0, 0
 
-    def keeps_groups(self, name: str) -> bool:
-        return False
+    def is_quantized(self, name: str) -> bool:
+        names = self._names_of(name, (0, 0))
+        return all(self._projections.format_of(stored) for stored in names)
+
+    def stored_as(self, name: str, shape: tuple[int, ...]) -> StoredAs:
+        return self._projections.stored_as(name, shape)
+
+    def is_needless(self, name: str) -> bool:
+        """AutoGPTQ gives every projection a bias: zeros, where the model has none."""
+        tensor = self._stored[name]
+        if not self._projections.is_spare(name):
+            return False
+        return not self._copied(tensor, lambda values: values, torch.uint8).any()
 
     def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-        return sum(map(math.prod, shapes.values())) * dtype.itemsize
+        return sum(self._bytes_of(name, shape, dtype) for name, shape in shapes.items())
+
+    def _bytes_of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Parts of a stored projection take their share of it."""
+        names = self._names_of(name, shape)
+        if len(shape) == 2 and all(map(self._projections.format_of, names)):
+            return self._projections.bytes_of(names[0], shape)
+        return math.prod(shape) * dtype.itemsize
+
+    def _names_of(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        """Of the stored tensors that our tensor ``name`` would come from, were it dense."""
+        pieces = self.expert_pieces(name, shape)
+        return [piece.name for piece in pieces] or [self.place(name).name]
 
     def fetch(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0
-    ) -> Callable[[], Tensor]:
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, share: Share = WHOLE
+    ) -> Callable[[], Weight]:
         if pieces := self.expert_pieces(name, shape):
             return self._fetch_expert(name, pieces, dtype)
         place = self.place(name)
-        tensor = self._stored[place.name]
+        if self._projections.format_of(place.name):
+            return self._fetch_quantized(place, shape, share)
+        tensor, first = self._stored[place.name], share.first
         kind = _kind(tensor, place.name, _DTYPES)
         turned = place.transposed and len(shape) == 2  # of which all is read
         if not turned:
@@ -108,21 +153,52 @@ class SafetensorsSource:
         raw = self._uploader.begin(tensor.file, tensor.offset, tensor.num_bytes)
         return lambda: ours(raw()).to(dtype).contiguous()
 
+    def _fetch_quantized(
+        self, place: Place, shape: tuple[int, ...], share: Share = WHOLE
+    ) -> Callable[[], Weight]:
+        """All of a stored projection is read, though some outputs be wanted."""
+        if place.transposed:
+            raise ConfigError(
+                f"{self.where}: {place.name}: this family keeps its matrices transposed, which is "
+                "not read from quantized checkpoints"
+            )
+        whole = (share.rows or shape[0], shape[1])
+        calls = {
+            suffix: self._fetch_raw(tensor, _kind(tensor, f"{place.name} ({suffix})", _ALL))
+            for suffix, tensor in self._projections.tensors_of(place.name).items()
+        }
+
+        def weight() -> Weight:
+            found = self._projections.weight(place.name, calls, whole, share.parts)
+            if whole[0] == shape[0]:
+                return found
+            return found[share.first : share.first + shape[0]]
+
+        return weight
+
     def _fetch_expert(
         self, name: str, pieces: Sequence[Piece], dtype: torch.dtype
-    ) -> Callable[[], Tensor]:
-        calls = [self._fetch_raw(self._stored[piece.name], piece) for piece in pieces]
+    ) -> Callable[[], Weight]:
+        calls = [self._fetch_piece(piece) for piece in pieces]
         return lambda: self._experts.joined(name, [call() for call in calls], dtype)
 
-    def _fetch_raw(self, tensor: Stored, piece: Piece) -> Callable[[], Tensor]:
-        """The piece's numbers as they are stored, in memory of its own."""
+    def _fetch_piece(self, piece: Piece) -> Callable[[], Weight]:
+        """Its numbers as they are stored, in memory of its own."""
+        if piece.index is None and self._projections.format_of(piece.name):
+            return self._fetch_quantized(Place(piece.name), piece.shape)
+        tensor = self._stored[piece.name]
         kind = _kind(tensor, piece.name, {"U8": torch.uint8} if piece.packed else _DTYPES)
         if piece.index is not None:
             tensor = _rows(tensor, piece.index, (1, *piece.own_shape))
+            tensor = replace(tensor, shape=piece.own_shape)
+        return self._fetch_raw(tensor, kind)
+
+    def _fetch_raw(self, tensor: Stored, kind: torch.dtype) -> Callable[[], Tensor]:
+        """In memory of its own."""
         if self._uploader is None:
-            return lambda: self._copied(tensor, lambda x: x.view(kind).view(piece.own_shape), kind)
+            return lambda: self._copied(tensor, lambda x: x.view(kind).view(tensor.shape), kind)
         raw = self._uploader.begin(tensor.file, tensor.offset, tensor.num_bytes)
-        return lambda: raw().view(kind).view(piece.own_shape)
+        return lambda: raw().view(kind).view(tensor.shape)
 
     def _check_tied(self) -> None:
         """Raises ConfigError where the config ties the head to an embedding that differs from it:
@@ -160,6 +236,9 @@ class SafetensorsSource:
         return copy
 
 
+_ALL = {**_DTYPES, **_CODES}
+
+
 def _kind(tensor: Stored, name: str, kinds: Mapping[str, torch.dtype]) -> torch.dtype:
     if tensor.dtype not in kinds:
         raise ConfigError(
@@ -176,10 +255,11 @@ def _rows(tensor: Stored, first: int, shape: tuple[int, ...]) -> Stored:
 
 
 def _commonest(tensors: Mapping[str, Stored]) -> torch.dtype | None:
-    """By bytes: norms are often kept in FP32 beside 16-bit matrices."""
+    """Of what is dense, by bytes: norms are often kept in FP32 beside 16-bit matrices."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
-        sizes[tensor.dtype] += tensor.num_bytes
+        if tensor.dtype in _DTYPES:
+            sizes[tensor.dtype] += tensor.num_bytes
     return _DTYPES.get(sizes.most_common(1)[0][0]) if sizes else None
 
 

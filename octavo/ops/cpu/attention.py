@@ -94,8 +94,8 @@ class CPUPagedAttention:
     flash_prompts = False  # prompts from position 0 through ATen's flash kernel
 
     def __init__(self, geometry: AttentionGeometry) -> None:
-        if geometry.rounded_cache:
-            raise ValueError("a rounded cache is read by octavo's own kernels alone")
+        if geometry.cache_dtype is not None:
+            raise ValueError("a cache of 8 bits is read by octavo's own kernels alone")
         if geometry.sinks:
             raise ValueError("attention sinks are not written in ATen's operations")
         self.geometry = geometry
@@ -249,10 +249,10 @@ class CPUPagedAttention:
         state: _State,
         qk_weight: Tensor | None = None,
         sinks: Tensor | None = None,
-        kv_scales: tuple[float, float] = (1.0, 1.0),
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         if sinks is not None or cache.dtype != qkv.dtype:
-            raise ValueError("attention sinks and FP8 caches are not written for CPUs yet")
+            raise ValueError("attention sinks and caches of 8 bits are not written in torch")
         geometry = self.geometry
         dim, kv_heads = geometry.head_dim, geometry.num_kv_heads
         heads = qkv.view(len(qkv), -1, dim)

@@ -1,8 +1,8 @@
 """Paged attention on CPU by the kernels of csrc/: a call does all of a layer, from q/k norm on.
 
 Cache: [block, kv head, k|v, tile, 16 * width], tiles of 16 tokens in the order in which the
-kernels' vectors want them (csrc/attention_layout.h); width is head_dim rounded up to 16. Rounded
-it is int8, [..., tile, 16 * width + 64]: a tile ends with the FP32 scales of its tokens.
+kernels' vectors want them (csrc/attention_layout.h); width is head_dim rounded up to 16. In int8 it
+is [..., tile, 16 * width + 64]: a tile ends with the FP32 scales of its tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from octavo.ops.registry import register
 TILE = 16  # tokens of a tile of the cache
 MAX_HEAD_DIM = 512
 TASK_BYTES = 32  # of an entry of a plan
+# OCTAVO_KEPT_... of csrc/octavo.h, by the geometry's cache_dtype.
+KEPT = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 AMX, AMX_DIMS = "octavo_attention_bf16_amx", 32  # of whose multiple a head_dim must be
 KERNELS: dict[torch.dtype, Kernels] = {
     torch.float32: (
@@ -46,7 +48,7 @@ class _Step(ctypes.Structure):
         *((name, c_void_p) for name in ("slots", "query_starts", "seq_lens", "block_tables")),
         *((name, c_void_p) for name in ("cos", "sin")),
         *((name, c_float) for name in ("scale", "softcap", "qk_norm_eps")),
-        ("rounded", c_int64),
+        ("kept", c_int64),
         ("tasks", c_void_p),
         *((name, c_int64) for name in ("capacity", "num_tasks", "num_merges", "num_slots")),
         ("partials", c_void_p),
@@ -57,7 +59,8 @@ class _Call(ctypes.Structure):
     """OctavoAttentionCall of csrc/octavo.h."""
 
     _fields_ = tuple(
-        (name, c_void_p) for name in ("step", "qkv", "cache", "qk_weight", "sinks", "out")
+        (name, c_void_p)
+        for name in ("step", "qkv", "cache", "qk_weight", "sinks", "kv_scales", "out")
     )
 
 
@@ -96,7 +99,8 @@ class NativePagedAttention:
     dtype of qkv. A token's result is the same bits in any batch and however its prompt is cut,
     where its rotation is (not with angles that depend on a context's length).
 
-    Raises ValueError for an odd head_dim or one above ``MAX_HEAD_DIM``."""
+    Raises ValueError for an odd head_dim or one above ``MAX_HEAD_DIM``, and for a cache_dtype that
+    is not in ``KEPT``."""
 
     def __init__(self, geometry: AttentionGeometry) -> None:
         if geometry.head_dim % 2 or geometry.head_dim > MAX_HEAD_DIM:
@@ -104,6 +108,8 @@ class NativePagedAttention:
                 f"attention on CPUs is written for even head_dim up to {MAX_HEAD_DIM}, "
                 f"not {geometry.head_dim}"
             )
+        if geometry.cache_dtype not in KEPT:
+            raise ValueError(f"a cache of {geometry.cache_dtype} is not written for CPUs")
         self.geometry = geometry
         self._width = -(-geometry.head_dim // TILE) * TILE
         self._capacity = 256  # entries of a plan, more where a step wanted more
@@ -117,7 +123,8 @@ class NativePagedAttention:
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         tiles = -(-block_size // TILE)
-        scales = TILE * torch.float32.itemsize if self.geometry.rounded_cache else 0
+        rounded = self.geometry.cache_dtype == torch.int8
+        scales = TILE * torch.float32.itemsize if rounded else 0
         return (num_blocks, self.geometry.num_kv_heads, 2, tiles, TILE * self._width + scales)
 
     def prepare(self, batch: BatchColumns, rope: Rope, dtype: torch.dtype) -> _State:
@@ -146,7 +153,7 @@ class NativePagedAttention:
             geometry.scale,
             geometry.softcap or 0.0,
             geometry.qk_norm_eps or 0.0,
-            geometry.rounded_cache,
+            KEPT[geometry.cache_dtype],
         )
         tasks = self._plan_tasks(step)
         kept = (batch.slot_mapping, starts, lengths, tables, cos, sin, tasks, self._partials)
@@ -174,9 +181,9 @@ class NativePagedAttention:
         state: _State,
         qk_weight: Tensor | None = None,
         sinks: Tensor | None = None,
-        kv_scales: tuple[float, float] = (1.0, 1.0),
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
-        kept_in = torch.int8 if self.geometry.rounded_cache else qkv.dtype
+        kept_in = self.geometry.cache_dtype or qkv.dtype
         if cache.dtype != kept_in:
             raise ValueError(f"the cache must be {kept_in}, not {cache.dtype}")
         if qkv.dtype != state.dtype:
@@ -194,7 +201,8 @@ class NativePagedAttention:
             cache.data_ptr(),
             None if qk_weight is None else qk_weight.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
+            None if kv_scales is None else kv_scales.data_ptr(),
             out.data_ptr(),
         )
-        calls.call(state.kernel, arguments, state, cache, qk_weight, sinks)
+        calls.call(state.kernel, arguments, state, cache, qk_weight, sinks, kv_scales)
         return out

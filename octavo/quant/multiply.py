@@ -1,0 +1,135 @@
+"""Which operation multiplies weights of each kind: chosen as a linear is loaded, not in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from octavo.types import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from octavo.ops.weights import Weight
+
+
+class LinearVersions:
+    """The versions of the linear operations on a device, chosen once each.
+
+    ``used``: those that some linear took, by operation. ``rounds_inputs``: weights on an even grid
+    of 4 or 8 bits may have their inputs rounded to 8 bits on a CPU, though their format has not.
+    """
+
+    def __init__(
+        self,
+        dense: Callable[..., Any],
+        device: str,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+        rounds_inputs: bool = True,
+    ) -> None:
+        """``dense``: the chosen version of ``linear``."""
+        self.dense = dense
+        self.device = device
+        self.dtype = dtype
+        self.used: dict[str, str] = {}
+        self._deterministic = deterministic
+        self._rounds_inputs = rounds_inputs
+        self._chosen: dict[str, Callable[..., Any]] = {}
+
+    def __getitem__(self, op: str) -> Callable[..., Any]:
+        """The chosen version of ``op``. Raises ConfigError where ``--deterministic`` has none."""
+        if op not in self._chosen:
+            from octavo.ops import registry
+
+            found = registry.runnable(op, self.device, self.dtype, self._deterministic)
+            if not found:
+                raise ConfigError(
+                    f"--deterministic: {op}, which this model's quantized weights need, may round "
+                    "a row differently in another batch; leave it out"
+                )
+            self._chosen[op], self.used[op] = found[-1].call, found[-1].name
+        return self._chosen[op]
+
+    def operation_of(self, weight: Weight) -> str:
+        """What multiplies it: the name of an operation."""
+        from octavo.ops.weights import Float8Weight, QuantizedWeight
+
+        if isinstance(weight, QuantizedWeight):
+            if self.device == "cpu":
+                rounds = self._rounds_inputs and weight.bits in (4, 8)
+            else:
+                rounds = not weight.weight_only and self._is_own("quantized_linear")
+            return "quantized_linear" if rounds else "weight_only_linear"
+        if isinstance(weight, Float8Weight):
+            rounds = self.device != "cpu" and not weight.weight_only
+            return "float8_linear" if rounds and self._is_own("float8_linear") else _WEIGHT_ONLY
+        return "linear" if self._is_dense(weight) else _WEIGHT_ONLY
+
+    def _is_own(self, op: str) -> bool:
+        """Whether the device has more than the definition for it."""
+        from octavo.ops import registry
+
+        return len(registry.runnable(op, self.device, self.dtype, self._deterministic)) > 1
+
+    @staticmethod
+    def _is_dense(weight: Weight) -> bool:
+        import torch
+
+        return isinstance(weight, torch.Tensor)
+
+    def multiplier(
+        self, weights: Sequence[Weight], bias: Tensor | None, epilogue: str
+    ) -> Callable[..., Tensor]:
+        """What computes ``linear`` (ops/linear.py) on weights whose rows follow one another."""
+        if all(map(self._is_dense, weights)):
+            apply: Callable[..., Tensor] = self.dense(weights, bias, epilogue)
+            return apply
+        operations = {self.operation_of(weight) for weight in weights}
+        if len(operations) > 1 or not _fit_together(weights):
+            return Separate(self, weights, bias, epilogue)
+        apply = self[operations.pop()](weights, bias, epilogue, self.dtype)
+        return apply
+
+
+_WEIGHT_ONLY = "weight_only_linear"
+
+
+def _fit_together(weights: Sequence[Weight]) -> bool:
+    """Whether one packed weight can hold them all."""
+    from octavo.ops.weights import fit_together
+
+    return fit_together(weights)
+
+
+class Separate:
+    """Projections of the same input whose weights cannot be packed as one: multiplied one by one,
+    then joined."""
+
+    recordable = False  # on a tape of CPU kernels
+
+    def __init__(
+        self,
+        versions: LinearVersions,
+        weights: Sequence[Weight],
+        bias: Tensor | None,
+        epilogue: str,
+    ) -> None:
+        sizes = [weight.shape[0] for weight in weights]
+        biases = [None] * len(sizes) if bias is None else list(bias.split(sizes))
+        inner = "logits" if epilogue == "logits" else "none"
+        self.epilogue = epilogue
+        self.parts = [
+            versions.multiplier([weight], one, inner) for weight, one in zip(weights, biases)
+        ]
+
+    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        import torch
+
+        from octavo.ops.linear import silu_mul
+
+        y = torch.cat([part(x) for part in self.parts], dim=1)
+        if other is not None:
+            return y + other
+        return silu_mul(y) if self.epilogue == "silu_mul" else y
