@@ -67,9 +67,15 @@ class ModelConfig:
     )
     quantization_fp8_dynamic: bool = flag(
         False,
-        "with --quantization fp8: insist on inputs in FP8, scaled by token (where the device "
-        "multiplies FP8 that is how it is done anyway)",
+        "with --quantization fp8: inputs are scaled as they come, which they are anyway",
         group="model",
+    )
+    quantized_activations: str = flag(
+        "auto",
+        "round the inputs of quantized weights, too: auto as the format says and the device does "
+        "it, on a CPU to 8 bits for 4-bit and 8-bit weights; always, or refuse; never",
+        group="model",
+        choices=("auto", "always", "never"),
     )
     quantize_head: bool | None = flag(
         None,
@@ -145,10 +151,13 @@ class CacheConfig:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "numbers in the KV cache; auto: as dtype; int8: on CPUs, 1.8 times the tokens of bfloat16",
+        "numbers in the KV cache; auto: as dtype; in 8 bits (fp8 is fp8_e4m3) the same memory holds "
+        "about twice the tokens of bfloat16",
         group="cache",
-        choices=("auto", "bfloat16", "float16", "float32", "int8"),
-        later=("fp8", "fp8_e4m3", "fp8_e5m2"),
+        choices=(
+            *("auto", "bfloat16", "float16", "float32"),
+            *("fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+        ),
     )
     num_gpu_blocks_override: int | None = flag(
         None, "force the number of KV blocks (to test preemption)", group="cache", minimum=1

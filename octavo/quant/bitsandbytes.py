@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 KINDS = ("nf4", "fp4")
 BLOCK = 64  # bitsandbytes' own, in what is written
+# What codes stand for. NF4: QLoRA, appendix E. FP4: a sign, two bits of exponent, one of mantissa.
+_FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+TABLES = {
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": (*_FP4, *(0.0 - number for number in _FP4)),
+}
 # By bnb_4bit_quant_storage: safetensors' name of the type, and its bytes.
 _STORAGE = {
     "uint8": ("U8", 1),
@@ -126,12 +137,9 @@ class FourBit:
         ValueError for a weight that the format cannot hold."""
         import torch
 
-        from octavo.ops.tables import FP4, NF4
-
         outputs, inputs = weight.shape
         group = block_group(BLOCK, inputs)
-        numbers = {"nf4": NF4, "fp4": FP4}[self.kind]
-        table = torch.tensor(numbers, device=weight.codes.device) + 0.0  # there is no -0 in it
+        table = torch.tensor(TABLES[self.kind], device=weight.codes.device)
         if not torch.equal(weight.table, table) or weight.outliers is not None:
             raise ValueError(f"only codes of the table of {self.kind} can be written")
         if weight.scales is None or weight.group != group:

@@ -111,8 +111,8 @@ class Packed:
 @dataclass(frozen=True)
 class Int8Stored:
     """W8A8-INT8: signed codes of 8 bits as they are, a scale for each output, group or matrix.
-    ``group``: 0 stands for all inputs. ``weight_only``: inputs are not rounded. Scales of inputs,
-    where they are stored, are not used: a token's own are finer."""
+    ``group``: 0 stands for all inputs. Scales of inputs, where they are stored, are not used: a
+    token's own are finer. ``weight_only``: inputs are not rounded (W8A16)."""
 
     group: int = 0
     symmetric: bool = True

@@ -151,3 +151,20 @@ def squeezellm(
             for place in range(int(rows[o]), int(rows[o + 1])):
                 dense[o, int(columns[place])] += np.float32(values[place])
     return dense
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4(blocks: Array, scales: Array) -> Array:
+    """blocks: uint8 [out, n, 16], the lower half of a byte first; scales: uint8 [out, n], powers of
+    two by E8M0."""
+    outputs, count, _ = blocks.shape
+    dense = np.empty((outputs, 32 * count), np.float32)
+    for o, i in np.ndindex(dense.shape):
+        byte = int(blocks[o, i // 32, i % 32 // 2])
+        code = byte & 15 if i % 2 == 0 else byte >> 4
+        exponent = int(scales[o, i // 32])
+        scale = float("nan") if exponent == 255 else 2.0 ** (exponent - 127)
+        dense[o, i] = (-1 if code & 8 else 1) * E2M1[code & 7] * scale
+    return dense

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.tables import FP4, NF4
 from octavo.ops.weights import TableWeight
-from octavo.quant.bitsandbytes import EightBit, FourBit, config
+from octavo.quant.bitsandbytes import TABLES, EightBit, FourBit, config
 from octavo.quant.scheme import read_scheme
 from octavo.types import ConfigError
 from tests.quant import slow_readers
@@ -23,7 +22,6 @@ from tests.quant.stored import declared, equal
 # Made by make_bitsandbytes.py beside it.
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "bitsandbytes.json").read_text())
 UP = "model.layers.0.mlp.up_proj"
-TABLES = {"nf4": NF4, "fp4": FP4}
 
 
 def decoded(stored: dict[str, Any]) -> torch.Tensor:
