@@ -188,11 +188,11 @@ def _in_blocks(fields: Fields) -> Callable[[str], bool]:
     _, listed = fields.get("modules_in_block_to_quantize", "modules_in_block")
     if listed is None:
         return lambda module: True
-    whole = [listed] if listed and all(isinstance(one, str) for one in listed) else listed
-    is_lists = isinstance(whole, list) and all(isinstance(part, list) for part in whole)
-    if not is_lists or not all(isinstance(one, str) for part in whole for one in part):
+    parts = listed if isinstance(listed, list) else [listed]
+    names = [one for part in parts for one in (part if isinstance(part, list) else [part])]
+    if not all(isinstance(one, str) for one in names):
         raise fields.error("modules_in_block_to_quantize", listed, "lists of names")
-    endings = tuple(f".{one}" for part in whole for one in part)
+    endings = tuple(f".{one}" for one in names)
     return lambda module: f".{module}".endswith(endings)
 
 

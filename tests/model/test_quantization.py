@@ -213,6 +213,11 @@ def test_groups_expand_to_the_reference_dequantization_exactly(kind: str) -> Non
     assert torch.equal(values, torch.from_numpy(expected.copy()).flatten())
 
 
+def test_a_type_that_nobody_expands_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^m.gguf: blk.0.attn_q.weight is of type Q8_K, which"):
+        dequantize(np.zeros(292, np.uint8), "Q8_K", "blk.0.attn_q.weight", "m.gguf", torch.float32)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_expanded_on_the_device_where_they_lie(kind: str) -> None:
     blocks = torch.empty(3, KINDS[kind].num_bytes, dtype=torch.uint8, device="meta")

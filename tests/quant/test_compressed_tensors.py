@@ -251,6 +251,8 @@ def changed(**weights: Any) -> dict[str, Any]:
         ({"format": "int-quantized"}, r"group_0\.weights\.num_bits is 4; supported: 8"),
         ({"format": "float-quantized"}, "weights.type is 'int'; supported: float, with the format"),
         ({"config_groups": {}}, "config_groups is not there"),
+        ({"config_groups": {"group_0": [1]}}, r"group_0 is \[1\]; supported: a JSON object"),
+        ({"config_groups": {"group_0": {"weights": WEIGHTS}}}, "group_0.targets is not there"),
         ({"quantization_status": "frozen"}, "quantization_status is 'frozen'; supported: compress"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is 'sparse"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config is 'rotations"),
