@@ -19,7 +19,8 @@ VLLM_FLAGS = """
 --model m | --served-model-name a b | --host 0.0.0.0 | --port 9000 | --uds /tmp/s | --api-key k
 --dtype half | --dtype float16 | --dtype bfloat16 | --dtype float | --dtype float32
 --quantization int8 | --quantization gguf | -q int8 | --quantization awq | -q gptq
---quantization fp8 | --quantization compressed-tensors | --load-format bitsandbytes | --quantization fp8 --quantization-fp8-dynamic
+--quantization fp8 | --quantization compressed-tensors
+--load-format bitsandbytes | --quantization-fp8-dynamic
 --max-model-len 32k | --max-model-len auto | --max-model-len -1 | --gpu-memory-utilization 0.5
 --kv-cache-memory-bytes 4GiB | --max-num-seqs 256 | --max-num-batched-tokens 8192
 --enable-chunked-prefill | --no-enable-chunked-prefill | --long-prefill-token-threshold 512

@@ -45,7 +45,7 @@ def test_a_block_takes_half_of_bf16(tmp_path):
 def test_refused_without_the_kernels(tmp_path, monkeypatch, dtype):
     write_checkpoint(tmp_path, "Llama")
     monkeypatch.setattr(library, "features", lambda: library.Features(0))
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype int8: .*own CPU kernels alone"):
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype int8: .*own kernels alone"):
         load_rounded(tmp_path, dtype)
 
 
