@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,21 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"--output {output}: is a file; name a new directory")
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"--output {output}: is not empty; name a new directory")
+
+
+@contextmanager
+def made(output: Path) -> Iterator[None]:
+    """Makes the directory; where what follows fails, it is left as it was: not there, or empty."""
+    was_there = output.exists()
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for file in output.iterdir():
+            file.unlink()
+        if not was_there:
+            output.rmdir()
+        raise
 
 
 def check_space(output: Path, needed: int) -> None:

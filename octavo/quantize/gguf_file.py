@@ -54,9 +54,9 @@ def quantize_gguf(
     if not any(entry.kind == kind for entry in plan):
         raise ConfigError(f"--format {recipe.format}: {path} has no matrix that {kind} can hold")
     files.check_space(output, sum(entry.num_bytes for entry in plan))
-    output.mkdir(parents=True, exist_ok=True)
     file = output / f"{path.stem}-{kind}.gguf"
-    _write(file, source, plan, kind, progress)
+    with files.made(output):
+        _write(file, source, plan, kind, progress)
     return file, Outcome(
         before=files.weight_bytes(path), after=file.stat().st_size, notes=_notes(plan, kind)
     )

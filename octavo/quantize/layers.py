@@ -18,6 +18,7 @@ from octavo.evaluate.reading import Reader
 from octavo.model.decoder import Model
 from octavo.model.layer import Layer
 from octavo.model.linear import Linear
+from octavo.model.loader.load import kept_dtype
 from octavo.ops.weights import Quantized
 
 
@@ -158,7 +159,7 @@ class LayerAtWork:
 
 def load_layer(layer: Layer, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     part, *_ = layer.parts()
-    part.load({name: tensors[name].to(dtype) for name, _ in part.wanted()})
+    part.load({name: tensors[name].to(kept_dtype(name, dtype)) for name, _ in part.wanted()})
 
 
 def quantizable(layer: Layer) -> list[Linear]:

@@ -64,10 +64,10 @@ def quantize_checkpoint(
         work = _Run(source, model, recipe)
         files.check_space(output, work.estimate())
         chunks = _chunks(tokenizer, text, model) if recipe.kind.calibrated else []
-        output.mkdir(parents=True, exist_ok=True)
-        if source.is_gguf:
-            files.write_tokenizer(tokenizer, output, text.content)
-        return work.run(output, chunks, progress)
+        with files.made(output):
+            if source.is_gguf:
+                files.write_tokenizer(tokenizer, output, text.content)
+            return work.run(output, chunks, progress)
 
 
 def _chunks(tokenizer: Tokenizer, text: CalibrationText, model: Model) -> list[list[int]]:

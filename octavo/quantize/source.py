@@ -70,6 +70,8 @@ class Source:
         """That everything the model needs is there."""
         self._wanted = {name: shape for part in model.parts() for name, shape in part.wanted()}
         self._shares = check_complete(self._source, self._wanted)
+        if self.is_gguf:
+            self._check_names()
         kinds = {kind for kind in (t.dtype for t in self._stored.values()) if kind not in DTYPES}
         if kinds:
             raise ConfigError(
@@ -77,12 +79,23 @@ class Source:
                 f"{', '.join(DTYPES)} can be quantized"
             )
 
+    def _check_names(self) -> None:
+        """Raises ConfigError where a GGUF file holds what is kept in another way elsewhere: experts
+        stacked, divisors of rotary frequencies."""
+        for name in self._wanted:
+            try:
+                self.place(name)
+            except KeyError:
+                raise ConfigError(
+                    f"{self.path}: {name} has no place of its own in a safetensors checkpoint; "
+                    "quantize the model's safetensors checkpoint, or to a gguf-… format"
+                ) from None
+
     def fetch(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Our tensor of that name, dense, on the device."""
         share = self._shares.get(name, WHOLE)
         found = self._source.fetch(name, self._wanted[name], dtype, share)()
-        assert isinstance(found, Tensor)
-        return found
+        return found if isinstance(found, Tensor) else found.dense().to(dtype)
 
     def fetch_part(self, part: Part, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         return {name: self.fetch(name, dtype) for name, _ in part.wanted()}

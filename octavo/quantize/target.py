@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops.float8 import quantize_float8
 from octavo.ops.quantized import quantize
-from octavo.ops.tables import FP4, NF4, quantize_table
-from octavo.ops.weights import Quantized
+from octavo.ops.tables import quantize_table
+from octavo.ops.weights import Quantized, TableWeight
 from octavo.quant import awq, bitsandbytes, compressed_tensors, fp8, gptq, squeezellm
 from octavo.quant.compressed_weights import Int8Stored, Packed
 from octavo.quantize.grid import Grid
@@ -101,9 +102,23 @@ def _bitsandbytes(name: str) -> Target:
             lambda skipped: bitsandbytes.config(eight, skipped),
             round=lambda weight: quantize(weight, weight.shape[1]),
         )
-    four, table = bitsandbytes.FourBit(name), NF4 if name == "nf4" else FP4
+    four = bitsandbytes.FourBit(name)
     return Target(
         four,
         lambda skipped: bitsandbytes.config(four, skipped),
-        round=lambda weight: quantize_table(weight, table, bitsandbytes.BLOCK),
+        round=lambda weight: _in_blocks(weight, bitsandbytes.TABLES[name]),
     )
+
+
+def _in_blocks(weight: Tensor, table: tuple[float, ...]) -> TableWeight:
+    """In bitsandbytes' blocks, which go on from row to row."""
+    outputs, inputs = weight.shape
+    block = bitsandbytes.BLOCK
+    group = bitsandbytes.block_group(block, inputs)
+    flat = F.pad(weight.flatten(), (0, -weight.numel() % block)).view(-1, block)
+    found = quantize_table(flat, table, block)
+    codes = found.codes.flatten()[: weight.numel()].view(outputs, inputs)
+    assert found.scales is not None
+    scales = found.scales.flatten().repeat_interleave(block // group)
+    scales = scales[: outputs * -(-inputs // group)].view(outputs, -1)
+    return TableWeight(codes, found.table, scales.contiguous(), found.bits, group)
