@@ -72,7 +72,7 @@ def test_parts_of_different_kinds_are_multiplied_apart(epilogue):
     linear, _ = check(parts, 2, epilogue, bias=True)
     assert len(linear.parts) == 2
     mixed = [kinds.float8(10, 64, (1, 0)), kinds.float8(6, 64, (0, 0)), kinds.table(8, 64, 4, 16)]
-    mixed = mixed if epilogue != "silu_mul" else mixed + [kinds.even(24, 64, 8, 64)]
+    mixed = mixed if epilogue != "silu_mul" else [*mixed, kinds.even(24, 64, 8, 64)]
     linear, _ = check(mixed, 1, epilogue)
     assert len(linear.parts) == (2 if epilogue != "silu_mul" else 3)
 

@@ -229,11 +229,11 @@ def whole(
     first, second, high, zeros, FIELD: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
     HAS_ZEROS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """The codes of a field less their zero, of 16-bit TYPE, exact. zeros: FP32 [rows, 1], instead of
-    ZERO where HAS_ZEROS."""
+    """The codes of a field less their zero, of 16-bit TYPE, exact. zeros: FP32 [rows, 1],
+    instead of ZERO where HAS_ZEROS."""
     low = low_words(first, second, FIELD, BITS)
     if COMPILED:
-        BF16: tl.constexpr = TYPE == tl.bfloat16
+        BF16: tl.constexpr = tl.bfloat16 == TYPE
         ASM: tl.constexpr = whole_numbers(FIELD, BITS, BF16, None if HAS_ZEROS else ZERO)
         if HAS_ZEROS:
             added = (zeros * -1.0 - power(BITS, BF16)).to(TYPE)
@@ -259,9 +259,9 @@ def whole(
 
 @triton.jit
 def scaled(numbers, scales, minimums, TYPE: tl.constexpr):
-    """numbers * scales + minimums, rounded to their 16-bit TYPE. scales, minimums: FP32 [rows, 1]."""
+    """numbers * scales + minimums, rounded to their 16-bit TYPE; both are FP32 [rows, 1]."""
     if COMPILED:
-        ASM: tl.constexpr = multiply_add(TYPE == tl.bfloat16)
+        ASM: tl.constexpr = multiply_add(tl.bfloat16 == TYPE)
         factors, terms = scales.to(TYPE), minimums.to(TYPE)
         found = tl.inline_asm_elementwise(
             ASM, "=r,r,r,r", [numbers, factors, terms], TYPE.value, True, 2

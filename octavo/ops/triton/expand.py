@@ -1,4 +1,4 @@
-"""Packed weights as plain 16-bit numbers: some outputs at a time, into memory that all linears share.
+"""Packed weights as plain 16-bit numbers: some outputs at a time, in memory that linears share.
 
 From a few hundred rows on, products cost more than weights, and cuBLAS multiplies numbers best.
 """

@@ -204,7 +204,7 @@ def _places(inputs: int, group: int) -> Tensor | None:
     """Where inputs go so that each group takes a multiple of 16 of them, and all a multiple of 8:
     int64, -1 for padding; None where they can stay."""
     group = group if 0 < group < inputs else inputs
-    if group % 16 == 0 or group == inputs and inputs % 8 == 0:
+    if group % 16 == 0 or (group == inputs and inputs % 8 == 0):
         return None
     padded, count = -(-group // 16) * 16, -(-inputs // group)
     places = torch.full((count, padded), -1)

@@ -53,8 +53,8 @@ def _add_scaled(
     REDUCE: tl.constexpr, SCALED: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """acc + the products of a thread's words times their scale. places: of the scales, for each
-    REDUCE words of each row, [words, rows]: so Triton has neighbouring threads load for neighbouring
-    words, as they hold the products."""
+    REDUCE words of each row, [words, rows]: so Triton has neighbouring threads load for
+    neighbouring words, as they hold the products."""
     ROWS: tl.constexpr = products.shape[0]
     PARTS: tl.constexpr = products.shape[1] // REDUCE
     part = tl.sum(tl.reshape(products, (ROWS, PARTS, REDUCE)), 2)

@@ -1,9 +1,9 @@
 """Some rows times packed weights, on tensor cores.
 
-As ``skinny.py``: weights are read once for up to 64 rows, more rows are tiles of 64. A tile of words
-becomes, field by field, tiles of numbers in registers, each multiplied with the inputs of its plane.
-Whole numbers stay exact in 16 bits and are scaled after the product of a group (``exact``), or they
-are scaled before it and rounded.
+As ``skinny.py``: weights are read once for up to 64 rows, more rows are tiles of 64. A tile of
+words becomes, field by field, tiles of numbers in registers, each multiplied with the inputs of its
+plane. Whole numbers stay exact in 16 bits and are scaled after the product of a group (``exact``),
+or they are scaled before it and rounded.
 """
 
 from __future__ import annotations

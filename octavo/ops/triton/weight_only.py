@@ -1,8 +1,8 @@
 """Linears on quantized weights on a GPU, inputs as they are.
 
-Weights are packed once, on the device (``packed.py``). One row is a GEMV, up to a few hundred go to
-the tensor cores, for more the weight is expanded and cuBLAS multiplies. Weights that no one kind can
-hold are multiplied one after the other, and their epilogue follows.
+Weights are packed once, on the device (``packed.py``). One row is a GEMV, up to a few hundred go
+to the tensor cores, for more the weight is expanded and cuBLAS multiplies. Weights that no one kind
+can hold are multiplied one after the other, and their epilogue follows.
 """
 
 from __future__ import annotations
@@ -153,4 +153,7 @@ class TritonWeightOnlyLinear:
     def rows(self, ids: Tensor) -> Tensor:
         """ids: int64 [r]. Rows of the weight, [r, in], in the linear's dtype; of one weight."""
         (part,) = self.parts
-        return part.rows(ids) if isinstance(part, PackedLinear) else F.embedding(ids, part.weight)
+        if isinstance(part, PackedLinear):
+            return part.rows(ids)
+        assert isinstance(part, TritonLinear)
+        return F.embedding(ids, part.weight)
