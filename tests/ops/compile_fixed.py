@@ -7,8 +7,6 @@ import json
 import re
 from dataclasses import asdict, replace
 
-import torch
-
 from octavo.ops.attention import AttentionGeometry
 from octavo.ops.triton.fixed_attention import FixedPagedAttention
 from octavo.ops.triton.fixed_linear import FixedLinear
