@@ -3,30 +3,11 @@
 // elements, so the scales of their heads wait for scores and sums.
 #pragma once
 
-#include <cstdlib>
-
 #include "attention_layout.h"
+#include "spare_memory.h"
 
 namespace octavo {
 namespace {  // see numbers.h
-
-// Memory of this thread, aligned to 64 bytes, for as long as it runs: up to 2 MiB, too much for the
-// stack of some threads.
-inline void* spare_memory(size_t size) {
-  struct Buffer {
-    void* at = nullptr;
-    size_t size = 0;
-    ~Buffer() { std::free(at); }
-  };
-  static thread_local Buffer buffer;
-  if (buffer.size < size) {
-    std::free(buffer.at);
-    buffer.at = std::aligned_alloc(64, size);
-    if (!buffer.at) std::abort();
-    buffer.size = size;
-  }
-  return buffer.at;
-}
 
 // Numbers times the factors that repeat after every `period` of them, both multiples of a vector.
 template <class Isa>

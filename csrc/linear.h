@@ -37,12 +37,13 @@ inline int64_t dense_panel_bytes(const OctavoLinear& linear) {
   const int64_t step = linear.element == OCTAVO_BF16 ? kStep16 : 1;
   return ceil_div(linear.inputs, step) * step * kPanel * element_size(linear);
 }
-// Bytes of a group of a panel of quantized weights: of its scales, of them and the minimums, of all.
+// Bytes of a group of a panel of quantized weights: of its scales, of them and the minimums or zeros,
+// of all.
 struct CodeLayout {
   int64_t scales, header, group;
   explicit CodeLayout(const OctavoLinear& linear)
       : scales(kPanel * (linear.wide_scales ? sizeof(float) : sizeof(uint16_t))),
-        header((linear.has_minimums ? 2 : 1) * scales),
+        header((linear.has_minimums ? 2 : 1) * scales + (linear.has_zeros ? kPanel : 0)),
         group(header + linear.group * kPanel * linear.bits / 8) {}
 };
 
@@ -74,7 +75,7 @@ OCTAVO_INLINE void store_outputs(const OctavoLinearCall& call, const typename Is
                                  int64_t row, int64_t output) {
   const OctavoLinear& linear = *call.linear;
   for (int v = 0; v < COUNT; ++v, output += Isa::kWidth) {
-    const int64_t left = linear.outputs - output, at = row * linear.outputs + output;
+    const int64_t left = linear.outputs - output, at = row * linear.stride + output;
     if (left <= 0) return;
     auto sum = sums[v];
     if (linear.epilogue == OCTAVO_ADD)
@@ -114,11 +115,35 @@ OCTAVO_INLINE void store_largest(const OctavoLinearCall& call, const typename Is
   call.ids[place] = static_cast<int32_t>(first + at);
 }
 
+// Adds the products of a panel's outliers and a row's inputs.
+template <class Isa>
+void add_outliers(const OctavoLinearCall& call, typename Isa::Vec* sums, int64_t row,
+                  int64_t panel) {
+  const OctavoLinear& linear = *call.linear;
+  const OctavoOutliers& from = *linear.outliers;
+  const int64_t at = row * linear.inputs;
+  float lanes[kPanel];
+  for (int v = 0; v < kVecs<Isa>; ++v) Isa::store(lanes + v * Isa::kWidth, sums[v]);
+  for (int64_t i = from.starts[panel]; i < from.starts[panel + 1]; ++i) {
+    const float x = linear.element == OCTAVO_BF16
+                        ? to_float(static_cast<const bf16*>(call.x)[at + from.columns[i]])
+                        : static_cast<const float*>(call.x)[at + from.columns[i]];
+    lanes[from.lanes[i]] += x * from.values[i];
+  }
+  for (int v = 0; v < kVecs<Isa>; ++v) sums[v] = Isa::load(lanes + v * Isa::kWidth);
+}
+
 // A row's sums of a panel become outputs.
 template <class Isa>
 OCTAVO_INLINE void finish(const OctavoLinearCall& call, typename Isa::Vec* sums, int64_t row,
                           int64_t panel) {
   const OctavoLinear& linear = *call.linear;
+  if (linear.lane_scales) {
+    const float* scales = linear.lane_scales + panel * kPanel;
+    for (int v = 0; v < kVecs<Isa>; ++v)
+      sums[v] = Isa::mul(sums[v], Isa::load(scales + v * Isa::kWidth));
+  }
+  if (linear.outliers) add_outliers<Isa>(call, sums, row, panel);
   if (linear.bias) {
     const float* bias = linear.bias + panel * kPanel;
     for (int v = 0; v < kVecs<Isa>; ++v)

@@ -21,11 +21,15 @@ class Dense {
   static constexpr int64_t kAhead = 4096;
 
   explicit Dense(const OctavoLinearCall& call)
-      : call_(call), inputs_(call.linear->inputs), stride_(inputs_) {
+      : call_(call),
+        inputs_(call.linear->inputs),
+        stride_(inputs_),
+        weights_(static_cast<const char*>(call.linear->weights)),
+        panel_bytes_(dense_panel_bytes(*call.linear)) {
     x_ = static_cast<const Element*>(call.x);
     // Where a tile's rows would meet in so few sets of the L1 cache that they do not fit there,
-    // they are copied to places further apart.
-    copied_ = *call.rows >= kMaxRows / 2 && rows_conflict(*call.linear);
+    // they are copied to places further apart; also where they come in another order.
+    copied_ = call.linear->order || (*call.rows >= kMaxRows / 2 && rows_conflict(*call.linear));
     if (!copied_) return;
     x_ = static_cast<const Element*>(call.scratch);
     stride_ += kApart / sizeof(Element);
@@ -37,14 +41,19 @@ class Dense {
     Element* const to = static_cast<Element*>(call_.scratch);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < *call_.rows; ++row)
-      std::memcpy(to + row * stride_, from + row * inputs_, inputs_ * sizeof(Element));
+      copy_inputs(*call_.linear, from + row * inputs_, to + row * stride_);
   }
 
   int64_t chunk() const { return 28 * 14 / sizeof(Element); }
   int64_t block() const { return chunk(); }
-  int64_t panel_bytes() const { return dense_panel_bytes(*call_.linear); }
-  const char* panel(int64_t i) const {
-    return static_cast<const char*>(call_.linear->weights) + i * panel_bytes();
+  int64_t panel_bytes() const { return panel_bytes_; }
+  const char* panel(int64_t i) const { return weights_ + i * panel_bytes_; }
+  // The same whose panels are all this one.
+  Dense with_panel(const char* weights) const {
+    Dense other(*this);
+    other.weights_ = weights;
+    other.panel_bytes_ = 0;
+    return other;
   }
 
   void multiply_rows(int64_t begin, int64_t end, int64_t panel_index) const {
@@ -68,7 +77,7 @@ class Dense {
     for (int r = 0; r < ROWS; ++r) finish<Isa>(call_, sums[r], row + r, panel_index);
   }
 
- private:
+ protected:
   template <int ROWS>
   static constexpr int kAtOnce = ROWS * kVecs<Isa> <= SUMS ? kVecs<Isa> : 2;
   template <int ROWS>
@@ -87,6 +96,18 @@ class Dense {
       weights += Isa::kStep * kPanel;
     }
     if (inputs_ % Isa::kStep) add_inputs<true, ROWS>(sums, x + inputs_ - 1, weights);
+  }
+
+  // Adds some inputs, from an even one on, of some of a panel's vectors.
+  template <int ROWS>
+  OCTAVO_INLINE void add_range(Sums<ROWS>& sums, const Element* x, const Element* weights,
+                               int64_t count) const {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count / Isa::kStep; ++i) {
+      add_inputs<false, ROWS>(sums, x + Isa::kStep * i, weights);
+      weights += Isa::kStep * kPanel;
+    }
+    if (count % Isa::kStep) add_inputs<true, ROWS>(sums, x + count - 1, weights);
   }
 
   // More rows take long enough for L2, and with several tiles the next panel is too large for L1.
@@ -112,6 +133,8 @@ class Dense {
   const OctavoLinearCall& call_;
   const Element* x_;
   int64_t inputs_, stride_;
+  const char* weights_;
+  int64_t panel_bytes_;
   bool copied_;
 };
 

@@ -1,6 +1,7 @@
 // Packing weights into panels, once, and reading rows of them back.
 #pragma GCC target("avx2,fma,f16c")
 
+#include "expanded_layout.h"
 #include "linear.h"
 #include "linear_scratch.h"
 #include "rounding.h"
@@ -55,13 +56,15 @@ void look_up(const OctavoLinear& linear, int64_t id, T* y) {
     const float scale = read_scale(linear, block, lane);
     const float minimum =
         linear.has_minimums ? read_scale(linear, block + layout.scales, lane) : 0.0f;
+    const int zero = static_cast<int>(linear.zero) +
+                     (linear.has_zeros ? static_cast<int8_t>(block[layout.scales + lane]) : 0);
     const int64_t first = g * linear.group, count = least(linear.group, linear.inputs - first);
     for (int64_t i = 0; i < count; ++i) {
       const CodePlace at(linear.bits, lane, i);
       const int code = static_cast<uint8_t>(block[layout.header + at.byte]) >> at.shift &
                        ((1 << linear.bits) - 1);
-      const auto value = static_cast<float>(code - static_cast<int>(linear.zero));
-      y[first + i] = from_float<T>(value * scale + minimum);
+      y[linear.order ? linear.order[first + i] : first + i] =
+          from_float<T>(static_cast<float>(code - zero) * scale + minimum);
     }
   }
 }
@@ -96,6 +99,7 @@ void octavo_quantize(const OctavoQuantize* arguments) {
 
 int64_t octavo_linear_bytes(const OctavoLinear* linear) {
   using namespace octavo;
+  if (linear->coding) return num_panels(*linear) * expanded_layout(*linear).end;
   if (linear->bits)
     return num_panels(*linear) * num_groups(*linear) * CodeLayout(*linear).group;
   return num_panels(*linear) * dense_panel_bytes(*linear);
@@ -103,10 +107,10 @@ int64_t octavo_linear_bytes(const OctavoLinear* linear) {
 
 int64_t octavo_linear_scratch(const OctavoLinear* linear, int64_t rows) {
   using namespace octavo;
-  if (linear->bits)
+  if (linear->bits && !linear->coding)
     return largest(RoundedLayout::bytes(*linear, rows), TileLayout::bytes(*linear, rows));
   if (linear->element == OCTAVO_F32)
-    return rows_conflict(*linear) ? rows * (linear->inputs * element_size(*linear) + kApart) : 0;
+    return rows_conflict(*linear) || linear->order ? rows * (linear->inputs * element_size(*linear) + kApart) : 0;
   return (copies_all_rows(*linear) ? ceil_div(rows, kTileRows) : 1) * kTileRows * copied_row_bytes(*linear);
 }
 
@@ -119,7 +123,8 @@ void octavo_linear_pack(const OctavoLinear* linear, const void* weight, const Oc
 }
 
 void octavo_linear_pack_codes(const OctavoLinear* linear, const uint8_t* codes, const void* scales,
-                              const void* minimums, const OctavoPlace* place) {
+                              const void* minimums, const int8_t* zeros,
+                              const OctavoPlace* place) {
   using namespace octavo;
   const CodeLayout layout(*linear);
   const int64_t groups = num_groups(*linear), size = layout.scales / kPanel;
@@ -138,6 +143,8 @@ void octavo_linear_pack_codes(const OctavoLinear* linear, const uint8_t* codes, 
         if (minimums)
           std::memcpy(block + (kPanel + lane) * size, static_cast<const char*>(minimums) + from,
                       size);
+        if (zeros)
+          block[layout.scales + lane] = static_cast<char>(zeros[row * groups + g]);
         const int64_t first = g * linear->group;
         for (int64_t i = 0; i < least(linear->group, linear->inputs - first); ++i) {
           const CodePlace to(linear->bits, lane, i);

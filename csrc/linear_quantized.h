@@ -10,9 +10,41 @@
 #include "linear.h"
 #include "linear_scratch.h"
 #include "rounding.h"
+#include "spare_memory.h"
 
 namespace octavo {
 namespace {  // see numbers.h
+
+// Of some lanes of a group, the `v`-th vector: scales or minimums, from where those begin.
+template <class Isa>
+OCTAVO_INLINE typename Isa::Vec scales_of(const OctavoLinear& linear, const char* from, int v) {
+  if (linear.wide_scales) return Isa::load(reinterpret_cast<const float*>(from) + v * Isa::kWidth);
+  return Isa::load_halves(reinterpret_cast<const uint16_t*>(from) + v * Isa::kWidth);
+}
+// The minimums, or what zeros make of them: -scale * zero.
+template <class Isa>
+OCTAVO_INLINE typename Isa::Vec minimums(const OctavoLinear& linear, const CodeLayout& layout,
+                                         const char* header, int v) {
+  const char* const from = header + layout.scales;
+  if (!linear.has_zeros) return scales_of<Isa>(linear, from, v);
+  const auto zeros = Isa::load(reinterpret_cast<const int8_t*>(from) + v * Isa::kWidth);
+  const auto negative = Isa::sub(Isa::set(0.0f), zeros);
+  return Isa::mul(scales_of<Isa>(linear, header, v), negative);
+}
+
+// A group of a row's inputs, `count` of them, in the order of the weights. `spare`: memory for them.
+template <class T>
+inline const T* inputs_of(const OctavoLinear& linear, const T* row, int64_t first, int64_t count,
+                          void* spare) {
+  if (!linear.order) return row + first;
+  T* const to = static_cast<T*>(spare);
+  for (int64_t i = 0; i < count; ++i) to[i] = row[linear.order[first + i]];
+  return to;
+}
+// That memory, of this thread.
+inline void* spare_inputs(const OctavoLinear& linear) {
+  return linear.order ? spare_memory(linear.group * element_size(linear)) : nullptr;
+}
 
 template <class Isa, int BITS, int MAX_ROWS>
 class Quantized {
@@ -123,44 +155,38 @@ class Quantized {
                                const char* header) const {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs<Isa>; ++v) {
-      const Vec scale = scales(header, v);
+      const Vec scale = scales_of<Isa>(linear_, header, v);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {
         const Vec both = Isa::mul(scale, Isa::set(x.scales[r]));
         sums[r][v] = Isa::fma(both, Isa::floats(dots[r][v]), sums[r][v]);
       }
     }
-    if (!linear_.has_minimums) return;
-    header += weights_.scales;
+    if (!linear_.has_minimums && !linear_.has_zeros) return;
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs<Isa>; ++v) {
-      const Vec minimum = scales(header, v);
+      const Vec minimum = minimums<Isa>(linear_, weights_, header, v);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r)
         sums[r][v] = Isa::fma(minimum, Isa::set(x.sums[r]), sums[r][v]);
     }
   }
 
-  OCTAVO_INLINE Vec scales(const char* header, int v) const {
-    if (linear_.wide_scales)
-      return Isa::load(reinterpret_cast<const float*>(header) + v * Isa::kWidth);
-    return Isa::load_halves(reinterpret_cast<const uint16_t*>(header) + v * Isa::kWidth);
-  }
-
   // A task is a group of a block: what it writes lies together.
   template <class T>
   void round_rows(const T* x) const {
+    void* const spare = spare_inputs(linear_);
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < layout_.blocks * groups_; ++task) {
       const int64_t first = task / groups_ * layout_.width;
       const int64_t end = least(first + layout_.width, *call_.rows);
-      for (int64_t row = first; row < end; ++row) round_inputs(x, row, task % groups_);
+      for (int64_t row = first; row < end; ++row) round_inputs(x + row * linear_.inputs, row, task % groups_, spare);
     }
   }
 
   template <class T>
-  void round_inputs(const T* x, int64_t row, int64_t group) const {
-    const int64_t first = group * linear_.group;
+  void round_inputs(const T* x, int64_t row, int64_t group, void* spare) const {
+    const int64_t first = group * linear_.group, count = least(linear_.group, linear_.inputs - first);
     const auto offset = static_cast<int32_t>(linear_.zero - Isa::template kOffset<BITS>);
     const Inputs to = inputs(row, group);
     auto* quads = const_cast<int8_t*>(to.quads);
@@ -168,9 +194,8 @@ class Quantized {
       for (int64_t q = 0; q < count; q += 4, quads += 4 * layout_.width)
         std::memcpy(quads, rounded + q, 4);
     };
-    const Rounded found = round_group(x + row * linear_.inputs + first,
-                                      least(linear_.group, linear_.inputs - first), linear_.group,
-                                      write);
+    const Rounded found = round_group(inputs_of(linear_, x, first, count, spare), count,
+                                      linear_.group, write);
     *const_cast<float*>(to.scales) = found.scale;
     *const_cast<float*>(to.sums) = found.scale * static_cast<float>(found.sum);
     *const_cast<int32_t*>(to.starts) = -offset * found.sum;

@@ -14,7 +14,16 @@ inline bool rows_conflict(const OctavoLinear& linear) {
 }
 // Whether tiles of AMX can take no inputs in BF16 from where they are.
 inline bool copies_all_rows(const OctavoLinear& linear) {
-  return linear.inputs % kStep16 || rows_conflict(linear);
+  return linear.inputs % kStep16 || rows_conflict(linear) || linear.order;
+}
+// A row's inputs, in the order of the weights.
+template <class T>
+inline void copy_inputs(const OctavoLinear& linear, const T* from, T* to) {
+  if (!linear.order) {
+    std::memcpy(to, from, linear.inputs * sizeof(T));
+    return;
+  }
+  for (int64_t i = 0; i < linear.inputs; ++i) to[i] = from[linear.order[i]];
 }
 inline int64_t copied_row_bytes(const OctavoLinear& linear) {
   return ceil_div(linear.inputs, kStep16) * kLine + kApart;

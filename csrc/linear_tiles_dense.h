@@ -33,7 +33,8 @@ class DenseTiles {
 #pragma omp for schedule(static)
     for (int64_t row = first_copied_; row < rows_; ++row) {
       char* const to = const_cast<char*>(inputs(row).at);
-      std::memcpy(to, static_cast<const bf16*>(call_.x) + row * inputs_, size);
+      copy_inputs(*call_.linear, static_cast<const bf16*>(call_.x) + row * inputs_,
+                  reinterpret_cast<bf16*>(to));
       std::memset(to + size, 0, steps_ * kLine - size);
     }
   }
@@ -45,7 +46,16 @@ class DenseTiles {
 
   void multiply_rows(int64_t begin, int64_t end, int64_t panel) const {
     const int64_t size = dense_panel_bytes(*call_.linear);
-    const char* const weights = static_cast<const char*>(call_.linear->weights) + panel * size;
+    multiply_panel(begin, end, panel, static_cast<const char*>(call_.linear->weights) + panel * size,
+                   size);
+  }
+
+ protected:
+  const OctavoLinearCall& call_;
+
+  // size: bytes from the panel's weights to those of the next one.
+  void multiply_panel(int64_t begin, int64_t end, int64_t panel, const char* weights,
+                      int64_t size) const {
     Ahead ahead{weights + (end - begin > 2 * kTileRows ? size : kAhead), kTileWeights};
     for (int64_t row = begin; row < end; row += 2 * kTileRows) {
       alignas(64) float sums[2 * kTileRows][kPanel];
@@ -109,7 +119,6 @@ class DenseTiles {
     }
   }
 
-  const OctavoLinearCall& call_;
   const int64_t rows_, inputs_, steps_;
   int64_t first_copied_;
 };

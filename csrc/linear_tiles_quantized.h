@@ -78,14 +78,14 @@ class QuantizedTiles {
 
       const char* const header = weights + g * weights_.group;
       const float* const scales = reinterpret_cast<const float*>(x);
-      const Vec scale = load_scales(header, half);
+      const Vec scale = scales_of<Isa>(linear_, header, half);
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r) {
         const Vec both = Isa::mul(scale, Isa::set(scales[r]));
         sums[r] = Isa::fma(both, Isa::floats(Isa::load_bits(dots[r])), sums[r]);
       }
-      if (!linear_.has_minimums) continue;
-      const Vec minimum = load_scales(header + weights_.scales, half);
+      if (!linear_.has_minimums && !linear_.has_zeros) continue;
+      const Vec minimum = minimums<Isa>(linear_, weights_, header, half);
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r)
         sums[r] = Isa::fma(minimum, Isa::set(scales[kTileRows + r]), sums[r]);
@@ -102,12 +102,6 @@ class QuantizedTiles {
       Tiles::template load<6>(codes, kStride);
       Tiles::template dot_bytes<0, 4, 6>();
     }
-  }
-
-  OCTAVO_INLINE Vec load_scales(const char* header, int half) const {
-    if (linear_.wide_scales)
-      return Isa::load(reinterpret_cast<const float*>(header) + half * kHalf);
-    return Isa::load_halves(reinterpret_cast<const uint16_t*>(header) + half * kHalf);
   }
 
   // Codes less their zero, as signed bytes.
@@ -127,23 +121,24 @@ class QuantizedTiles {
 
   template <class T>
   void round_rows(const T* x) const {
+    void* const spare = spare_inputs(linear_);
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < ceil_div(*call_.rows, kTileRows) * groups_; ++task) {
       const int64_t block = task / groups_, group = task % groups_, row = block * kTileRows;
       char* const to = const_cast<char*>(inputs(block)) + group * layout_.group_bytes;
       for (int64_t r = 0; r < least(kTileRows, *call_.rows - row); ++r)
-        round_inputs(x + (row + r) * linear_.inputs, group, r, to);
+        round_inputs(x + (row + r) * linear_.inputs, group, r, to, spare);
     }
   }
 
   template <class T>
-  void round_inputs(const T* x, int64_t group, int64_t row, char* to) const {
-    const int64_t first = group * linear_.group;
+  void round_inputs(const T* x, int64_t group, int64_t row, char* to, void* spare) const {
+    const int64_t first = group * linear_.group, count = least(linear_.group, linear_.inputs - first);
     char* const quads = to + TileLayout::kScalesBytes + row * linear_.group;
     const auto write = [&](int64_t i, const int8_t* rounded, int64_t count) {
       std::memcpy(quads + i, rounded, count);
     };
-    const Rounded found = round_group(x + first, least(linear_.group, linear_.inputs - first),
+    const Rounded found = round_group(inputs_of(linear_, x, first, count, spare), count,
                                       linear_.group, write);
     float* const scales = reinterpret_cast<float*>(to);
     scales[row] = found.scale;

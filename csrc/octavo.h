@@ -126,7 +126,7 @@ struct OctavoTakeCall {
 };
 OCTAVO_API OctavoKernel octavo_take_rows;
 
-// ---- linears (octavo/ops/linear.py: "linear", "quantized_linear") ----
+// ---- linears (octavo/ops/linear.py: "linear", "quantized_linear", "weight_only_linear") ----
 
 // What follows the product.
 enum {
@@ -150,19 +150,47 @@ enum {
 // perhaps a minimum for each output and `group` inputs (a multiple of 4, at most 65,536; the last
 // group may be shorter). [panels][groups] of: scales [32]; minimums [32], if there are any; codes,
 // [group / 4][32][4] bytes with 8 bits and [group / 4][16][4] with 4, where the code of lane 16 + i
-// lies above that of lane i.
+// lies above that of lane i. With `has_zeros`, instead of minimums, int8 [32]: what is to be
+// subtracted from the codes of the group beyond `zero`.
+//
+// Weights that are expanded (`coding`) become dense ones, a panel or a part of one at a time, where
+// they are multiplied: see linear_expanded.h.
+enum {
+  OCTAVO_TABLE = 1,   // table[code], codes of 2, 3 or 4 bits
+  OCTAVO_TABLES = 2,  // the same with a table of each lane
+  OCTAVO_BYTES = 3,   // code - zero, codes of 8 bits
+  OCTAVO_E4M3 = 4,    // FP8 times 2^-8: scales make up for it
+  OCTAVO_E5M2 = 5,
+};
+
+// Numbers added to expanded weights, by panels: those of panel p are `starts[p]` to `starts[p + 1]`,
+// ascending by column.
+struct OctavoOutliers {
+  const int64_t* starts;  // [panels + 1]
+  const int32_t* columns;
+  const int32_t* lanes;
+  const float* values;
+};
+
 struct OctavoLinear {
   const void* weights;
   const float* bias;  // [panels][32], in the order of the lanes; null for none
   int64_t inputs;
   int64_t outputs;   // of y: with OCTAVO_SILU_MUL half of the weights' rows
+  int64_t stride;    // outputs from a row of y and other to the next, at least `outputs`
   int64_t epilogue;  // one of the above
   int64_t element;   // OCTAVO_F32 or OCTAVO_BF16: of x, other and y
-  int64_t bits;      // of a code: 4 or 8; 0 if the weights are dense
-  int64_t group;
+  int64_t bits;      // of a code: 4 or 8, of expanded weights also 2 and 3; 0 if they are dense
+  int64_t group;     // 0: expanded weights without scales of groups
   int64_t zero;
   int64_t has_minimums;
-  int64_t wide_scales;  // scales and minimums are in FP32, otherwise in FP16
+  int64_t wide_scales;   // scales and minimums are in FP32, otherwise in FP16
+  int64_t has_zeros;     // of groups, beside scales and without minimums
+  const int32_t* order;  // [inputs]: input order[i] stands at place i; null: each at its own
+  int64_t coding;        // of expanded weights; 0 for others
+  const float* table;    // [2^bits], with OCTAVO_TABLE
+  const float* lane_scales;        // [panels][32]: of sums of expanded weights; null for none
+  const OctavoOutliers* outliers;  // of expanded weights; null for none
 };
 
 // Bytes of the packed weights.
@@ -176,10 +204,23 @@ struct OctavoPlace {
 // weight: [rows, inputs], of the linear's element type.
 OCTAVO_API void octavo_linear_pack(const OctavoLinear* linear, const void* weight,
                                    const OctavoPlace* place);
-// codes: [rows, inputs]; scales, minimums: [rows, groups].
+// codes: [rows, inputs]; scales, minimums, zeros: [rows, groups].
 OCTAVO_API void octavo_linear_pack_codes(const OctavoLinear* linear, const uint8_t* codes,
                                          const void* scales, const void* minimums,
-                                         const OctavoPlace* place);
+                                         const int8_t* zeros, const OctavoPlace* place);
+
+// Rows of weights that are expanded. codes: [rows, inputs], FP8 as bytes; scales, minimums, zeros:
+// [rows, groups]; tables: [rows, 2^bits].
+struct OctavoExpandedRows {
+  const uint8_t* codes;
+  const void* scales;
+  const void* minimums;
+  const uint8_t* zeros;
+  const float* tables;
+};
+OCTAVO_API void octavo_linear_pack_expanded(const OctavoLinear* linear,
+                                            const OctavoExpandedRows* from,
+                                            const OctavoPlace* place);
 
 // Dense weights as codes of 8 bits around 128 with a scale for each output and group of inputs:
 // max |weight| / 127, to the nearest, ties to even.
@@ -198,7 +239,8 @@ OCTAVO_API void octavo_quantize(const OctavoQuantize* arguments);
 // Dense: every output is one sum over ascending inputs; with AMX one of sums over 32 inputs, each of
 // which is that of the even ones plus that of the odd ones. Quantized: x is rounded to 8 bits first,
 // each row of each group of inputs by a scale of its own, max |x| / 127, to the nearest, ties to
-// even; sums within a group are exact, those of groups are added in ascending order.
+// even; sums within a group are exact, those of groups are added in ascending order. Expanded: as
+// dense ones, which in BF16 are the weights rounded to it; scales of lanes and outliers are in FP32.
 struct OctavoLinearCall {
   const OctavoLinear* linear;
   const void* x;
@@ -216,12 +258,17 @@ OCTAVO_API OctavoKernel octavo_linear_quantized_avx2;
 OCTAVO_API OctavoKernel octavo_linear_quantized_avx512vnni;
 OCTAVO_API OctavoKernel octavo_linear_bf16_amx;
 OCTAVO_API OctavoKernel octavo_linear_quantized_amx;
+OCTAVO_API OctavoKernel octavo_linear_expanded_f32_avx2;
+OCTAVO_API OctavoKernel octavo_linear_expanded_f32_avx512;
+OCTAVO_API OctavoKernel octavo_linear_expanded_bf16_avx512bf16;
+OCTAVO_API OctavoKernel octavo_linear_expanded_bf16_amx;
 // The same numbers without AMX (they need AVX512_BF16 and AVX512_VNNI), slowly: for tests.
 OCTAVO_API OctavoKernel octavo_linear_bf16_amx_emulated;
 OCTAVO_API OctavoKernel octavo_linear_quantized_amx_emulated;
+OCTAVO_API OctavoKernel octavo_linear_expanded_bf16_amx_emulated;
 
-// y[i] = row ids[i] of quantized weights with OCTAVO_NONE or OCTAVO_LOGITS. y: [rows, inputs], of the
-// element type.
+// y[i] = row ids[i] of quantized or expanded weights with OCTAVO_NONE or OCTAVO_LOGITS, its inputs in
+// their own places. y: [rows, inputs], of the element type.
 struct OctavoLookupCall {
   const OctavoLinear* linear;
   const int64_t* ids;
@@ -229,6 +276,7 @@ struct OctavoLookupCall {
   const int64_t* rows;
 };
 OCTAVO_API OctavoKernel octavo_linear_lookup;
+OCTAVO_API OctavoKernel octavo_linear_lookup_expanded;
 
 // ---- attention (octavo/ops/attention.py: "paged_attention") ----
 

@@ -67,9 +67,15 @@ class ModelConfig:
     )
     quantization_fp8_dynamic: bool = flag(
         False,
-        "with --quantization fp8: insist on inputs in FP8, scaled by token (where the device "
-        "multiplies FP8 that is how it is done anyway)",
+        "with --quantization fp8: inputs are scaled as they come, which they are anyway",
         group="model",
+    )
+    quantized_activations: str = flag(
+        "auto",
+        "round the inputs of quantized weights, too: auto as the format says and the device does "
+        "it, on a CPU to 8 bits for 4-bit and 8-bit weights; always, or refuse; never",
+        group="model",
+        choices=("auto", "always", "never"),
     )
     quantize_head: bool | None = flag(
         None,

@@ -86,11 +86,20 @@ class Model:
 
     def finish(self) -> None:
         """After all parts are loaded."""
-        self._states.finish(self.spec.max_position)
+        self.finish_states()
         recordable = self._is_recordable()
         self.implementations |= self._linears.used
         if recordable:
             self._recorded = RecordedLayers()
+
+    def finish_states(self) -> None:
+        """After what is beside the layers is loaded: they can be run one by one then."""
+        self._states.finish(self.spec.max_position)
+
+    def layer_states(self, batch: ForwardBatch) -> list[Any]:
+        """What each layer shares with others of its kind in a step, to be called with."""
+        states = self._states.prepare(batch)
+        return [states[state] for state in self._state_of]
 
     def _is_recordable(self) -> bool:
         """Whether all up to the final norm is kernels that a tape can hold."""

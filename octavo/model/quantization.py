@@ -49,45 +49,28 @@ def choose_quantization(
     """
     asked = config.quantization
     asked = _SAME.get(asked, asked) if asked else None
+    if config.quantization_fp8_dynamic and not (asked or "").startswith("fp8"):
+        raise ConfigError("--quantization-fp8-dynamic: goes with --quantization fp8")
     if device == "cpu" and (asked or scheme is not None):
         _check_kernels(config, asked, scheme)
     if scheme is not None:
-        return _of_checkpoint(config, asked, scheme, device)
-    if is_gguf and asked in (None, "gguf"):
-        return _of_groups(config, asked, device)
-    if asked is None:
-        return DENSE
-    found = roundings(device).get(asked)
-    if found is None:
-        kind = "a GGUF file" if asked == "gguf" else f"a checkpoint in {asked}"
-        raise ConfigError(
-            f"--quantization {asked}: {config.model} is not {kind}, its weights are "
-            f"{'in groups of GGUF' if is_gguf else 'not quantized'}; to round them while loading "
-            f"use {', '.join(roundings(device))}, or make one with `octavo quantize`"
-        )
-    if config.quantize_head is not None:
-        found = replace(found, head=config.quantize_head)
-    reason = f"--quantization {asked}: {found.meaning}"
-    if asked.startswith("fp8"):
-        reason += _without_float8(config, device)
-    return Quantization(asked, reason, rounding=found, rounds_inputs=asked == "int8")
+        found = _of_checkpoint(config, asked, scheme)
+    elif is_gguf and asked in (None, "gguf"):
+        found = _of_groups(config, asked, device)
+    elif asked is None:
+        found = DENSE
+    else:
+        found = _while_loading(config, asked, is_gguf, device)
+    return _with_inputs(found, config, device)
 
 
-def _of_checkpoint(
-    config: ModelConfig, asked: str | None, scheme: Scheme, device: str
-) -> Quantization:
+def _of_checkpoint(config: ModelConfig, asked: str | None, scheme: Scheme) -> Quantization:
     if asked and _ALSO.get(asked, asked) != _ALSO.get(scheme.name, scheme.name):
         raise ConfigError(
             f"--quantization {asked}: {config.model} is in {scheme.name} already, as its "
-            f"quantization_config says; leave the flag out"
+            "quantization_config says; leave the flag out"
         )
-    reason = "the checkpoint's own"
-    if scheme.name == "fp8":
-        reason += _without_float8(config, device)
-    exact = device == "cpu" and config.dtype in _EXACT
-    if not exact and device == "cpu" and scheme.name in ("gptq", "awq", "compressed-tensors"):
-        reason += "; inputs are rounded to 8 bits by group, --dtype float32 leaves them"
-    return Quantization(scheme.name, reason, scheme=scheme, rounds_inputs=not exact)
+    return Quantization(scheme.name, "the checkpoint's own", scheme=scheme)
 
 
 def _of_groups(config: ModelConfig, asked: str | None, device: str) -> Quantization:
@@ -101,19 +84,65 @@ def _of_groups(config: ModelConfig, asked: str | None, device: str) -> Quantizat
     return Quantization("gguf", reason, keeps_groups=True)
 
 
-def _without_float8(config: ModelConfig, device: str) -> str:
-    """What to add to the reason on a device that does not multiply FP8. Raises ConfigError where
-    rounded inputs were asked for by name."""
-    if device != "cpu" and multiplies_float8():
-        return ""
-    what = "this CPU" if device == "cpu" else "this GPU"
-    if config.quantization_fp8_dynamic:
+def _while_loading(config: ModelConfig, asked: str, is_gguf: bool, device: str) -> Quantization:
+    found = roundings(device).get(asked)
+    if found is None:
+        kind = "a GGUF file" if asked == "gguf" else f"a checkpoint in {asked}"
         raise ConfigError(
-            f"--quantization-fp8-dynamic: inputs in FP8 need a GPU of compute capability 8.9 or "
-            f"above, {what} does not multiply FP8; leave it out: weights are kept in FP8 all the "
-            "same, and inputs as they are"
+            f"--quantization {asked}: {config.model} is not {kind}, its weights are "
+            f"{'in groups of GGUF' if is_gguf else 'not quantized'}; to round them while loading "
+            f"use {', '.join(roundings(device))}, or make one with `octavo quantize`"
         )
-    return f"; {what} does not multiply FP8: inputs stay as they are"
+    if config.quantize_head is not None:
+        found = replace(found, head=config.quantize_head)
+    return Quantization(asked, f"--quantization {asked}: {found.meaning}", rounding=found)
+
+
+def _with_inputs(found: Quantization, config: ModelConfig, device: str) -> Quantization:
+    """With the decision whether inputs are rounded, and what there is to say of it."""
+    wanted = config.quantized_activations
+    if found.name is None:
+        if wanted == "always":
+            raise ConfigError(
+                f"--quantized-activations always: the weights of {config.model} are not quantized; "
+                "add --quantization fp8 or int8"
+            )
+        return found
+    is_fp8 = found.name.startswith("fp8")
+    can, why = _can_round(found.name, device)
+    if wanted == "always" and not can:
+        raise ConfigError(
+            f"--quantized-activations always: {why}; leave it out: weights stay quantized all the "
+            "same, and inputs are as they come"
+        )
+    if wanted == "never" or not can:
+        by_flag = wanted == "never"
+        reason = "--quantized-activations never" if by_flag else why if is_fp8 else ""
+        if reason:
+            reason = f"; {reason}: inputs stay as they are"
+        return replace(found, reason=found.reason + reason, rounds_inputs=False)
+    if device == "cpu":
+        exact = config.dtype in _EXACT and found.name not in ("int8", "gguf")
+        by_format = found.name.endswith(("int8_weight_only", "bitsandbytes_int8"))
+        if wanted == "auto" and (exact or by_format):
+            return replace(found, rounds_inputs=False)
+        if found.scheme is not None:
+            note = "; inputs of 4-bit and 8-bit weights are rounded to 8 bits by group"
+            return replace(found, reason=found.reason + note)
+    return found
+
+
+def _can_round(name: str, device: str) -> tuple[bool, str]:
+    """Whether the device multiplies what ``name`` rounds inputs to, else why not."""
+    what = "this CPU" if device == "cpu" else "this GPU"
+    if name.startswith("fp8"):
+        if device != "cpu" and multiplies_float8():
+            return True, ""
+        return False, f"{what} does not multiply FP8 (GPUs of compute capability 8.9 and above do)"
+    by_format = ("int8", "compressed-tensors")
+    if device != "cpu" and name not in by_format:
+        return False, f"{name} has no rounded inputs on a GPU"
+    return True, ""
 
 
 def multiplies_float8() -> bool:

@@ -39,6 +39,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.native.norm",
         "octavo.ops.native.pointwise",
         "octavo.ops.native.linear",
+        "octavo.ops.native.expanded",
         "octavo.ops.native.rows",
         "octavo.ops.native.attention",
         "octavo.ops.cpu.moe",

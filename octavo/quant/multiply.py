@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class LinearVersions:
     """The versions of the linear operations on a device, chosen once each.
 
-    ``used``: those that some linear took, by operation. ``rounds_inputs``: weights on an even grid
-    of 4 or 8 bits may have their inputs rounded to 8 bits on a CPU, though their format has not.
+    ``used``: those that some linear took, by operation. ``rounds_inputs``: inputs are rounded where
+    the format says so; on a CPU those of weights on an even grid of 4 or 8 bits whatever it says.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class LinearVersions:
             if self.device == "cpu":
                 rounds = self._rounds_inputs and weight.bits in (4, 8)
             else:
-                rounds = not weight.weight_only and self._is_own("quantized_linear")
+                rounds = self._rounds_inputs and not weight.weight_only
+                rounds = rounds and self._is_own("quantized_linear")
             return "quantized_linear" if rounds else "weight_only_linear"
         if isinstance(weight, Float8Weight):
-            rounds = self.device != "cpu" and not weight.weight_only
+            rounds = self.device != "cpu" and self._rounds_inputs and not weight.weight_only
             return "float8_linear" if rounds and self._is_own("float8_linear") else _WEIGHT_ONLY
         return "linear" if self._is_dense(weight) else _WEIGHT_ONLY
 

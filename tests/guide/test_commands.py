@@ -18,6 +18,7 @@ import pytest
 from octavo.cli.main import main
 from tests.fixtures import server
 from tests.fixtures.fake_hub import fake_hub
+from tests.model.quantized_checkpoints import KINDS, in_format
 
 LLAMA = "meta-llama/Llama-3-70B"
 AWQ = "TheBloke/Llama-2-13B-AWQ"
@@ -28,11 +29,11 @@ SERVE_COMMANDS = [
     f"vllm serve {LLAMA} --enable-chunked-prefill",
     f"vllm serve {LLAMA} --max-model-len 512",
     f"vllm serve {LLAMA} --gpu-memory-utilization 0.8 --max-model-len 256 --max-num-seqs 4",
-]
-LATER_COMMANDS = [
     f"vllm serve {AWQ} --quantization awq",
     f"vllm serve {LLAMA} --quantization fp8",
     f"vllm serve {LLAMA} --quantization fp8 \\\n--quantization-fp8-dynamic",
+]
+LATER_COMMANDS = [
     f"vllm serve {LLAMA} --tensor-parallel-size 4",
     f"vllm serve {LLAMA} --tensor-parallel-size 2 --pipeline-parallel-size 2",
     f"vllm serve {LLAMA} --tensor-parallel-size 4 --pipeline-parallel-size 2",
@@ -61,7 +62,8 @@ def tokens(command: str) -> list[str]:
 def hub_environment(
     model_r: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, str]]:
-    with fake_hub({LLAMA: model_r}) as hub:
+    quantized, _ = in_format(model_r, KINDS["awq"], tmp_path_factory.mktemp("awq"))
+    with fake_hub({LLAMA: model_r, AWQ: quantized}) as hub:
         yield hub.environment(tmp_path_factory.mktemp("hf"))
 
 
@@ -69,7 +71,7 @@ def hub_environment(
 def test_a_serve_command_answers(command: str, hub_environment: dict[str, str]) -> None:
     model, *flags = tokens(command)
     with server.start(model, *flags, env=hub_environment) as running:
-        assert running.client.get("/v1/models").json()["data"][0]["id"] == LLAMA
+        assert running.client.get("/v1/models").json()["data"][0]["id"] == model
         answer = running.complete("Hello", max_tokens=4, ignore_eos=True)
         assert len(answer["choices"][0]["token_ids"]) == 4
 

@@ -47,7 +47,7 @@ def refused(*arguments: Any, **flags: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         chosen(*arguments, **flags)
     text = str(caught.value)
-    assert "\n" not in text and text.startswith("--quantization")
+    assert "\n" not in text and text.startswith("--quanti")
     return text
 
 
@@ -80,7 +80,8 @@ def test_dense_weights_are_rounded_where_asked_for(avx2: None, dtype: str) -> No
             found = chosen(name, is_gguf, dtype=dtype)
             assert found.name == name and found.rounding and not found.keeps_groups
             assert found.reason.startswith(f"--quantization {name}: ")
-            assert found.rounds_inputs == (name == "int8")
+            if "int8" in name:
+                assert found.rounds_inputs == (name == "int8")
     assert chosen(None, dtype=dtype) is DENSE
 
 
@@ -119,17 +120,30 @@ def test_fp8_without_its_arithmetic_keeps_inputs(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     device = "cuda" if capability else "cpu"
     for asked, scheme in (("fp8", None), (None, "fp8")):
-        found = chosen(asked, device=device, scheme=scheme)
+        flags: dict[str, Any] = {"device": device, "scheme": scheme}
+        found = chosen(asked, **flags)
+        always = {**flags, "quantized_activations": "always"}
+        never = chosen(asked, **flags, quantized_activations="never")
+        assert not never.rounds_inputs
         if capability == (9, 0):
-            assert "does not multiply" not in found.reason
-            assert (
-                chosen(asked, device=device, scheme=scheme, quantization_fp8_dynamic=True).name
-                == "fp8"
-            )
+            assert found.rounds_inputs and "does not multiply" not in found.reason
+            assert chosen(asked, **always).rounds_inputs
             continue
-        assert "does not multiply FP8: inputs stay as they are" in found.reason
-        text = refused(asked, device=device, scheme=scheme, quantization_fp8_dynamic=True)
+        assert not found.rounds_inputs
+        assert "does not multiply FP8 (" in found.reason
+        assert found.reason.endswith("inputs stay as they are")
+        text = refused(asked, **always)
+        assert text.startswith("--quantized-activations always: ")
         assert "compute capability 8.9" in text
+
+
+def test_what_goes_with_what(avx2: None) -> None:
+    assert chosen("fp8", quantization_fp8_dynamic=True).name == "fp8"
+    assert "goes with --quantization fp8" in refused("int8", quantization_fp8_dynamic=True)
+    assert "m are not quantized" in refused(None, quantized_activations="always")
+    assert chosen("int8", quantized_activations="never").rounds_inputs is False
+    assert chosen(None, scheme="gptq", dtype="float32").rounds_inputs is False
+    assert chosen(None, scheme="gptq").rounds_inputs is True
 
 
 def test_the_head_is_rounded_where_it_is_said_to_be(avx2: None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.ops import registry
 from octavo.ops.native import library
 from octavo.ops.native import linear as module
+from octavo.ops.native.calls import Pool, Tape
 from octavo.ops.native.library import Features, features
 from octavo.ops.native.linear import NativeQuantizedLinear
 from octavo.ops.quantized import quantize, rounded
@@ -51,17 +52,21 @@ def weight(
     group: int = 32,
     scales: torch.dtype = FP16,
     minimums: bool = False,
-    zero: int = 0,
+    zero: int | None = 0,
     seed: int = 1,
 ) -> QuantizedWeight:
-    """Random codes; numbers of the size that a model's weights have."""
+    """Random codes; numbers of the size that a model's weights have. ``zero`` None: of each group,
+    from 1 on, as GPTQ's: 16 with 4 bits."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=generator).to(torch.uint8)
     groups = -(-inputs // group)
     unit = 1 / (1 << bits) / inputs**0.5
     factors = ((1 + randn(outputs, groups, seed=seed).abs()) * unit).to(scales)
     lows = (randn(outputs, groups, seed=seed + 1) / inputs**0.5).to(scales) if minimums else None
-    return QuantizedWeight(codes, factors, lows, bits, group, zero)
+    if zero is not None:
+        return QuantizedWeight(codes, factors, lows, bits, group, zero)
+    zeros = torch.randint(1, min(1 << bits, 255) + 1, factors.shape, generator=generator)
+    return QuantizedWeight(codes, factors, None, bits, group, zeros=zeros.to(torch.uint8))
 
 
 def expected(
@@ -103,15 +108,17 @@ def check(
         assert_close(found, exact, VERSION, found.dtype)
 
 
-KINDS = {  # bits, scales, minimums, zero
+KINDS = {  # bits, scales, minimums, zero (None: of each group)
     "4 bits, FP16, zero": (4, FP16, False, 8),
     "4 bits, FP16, minimums": (4, FP16, True, 0),
     "4 bits, FP32, minimums": (4, FP32, True, 0),
     "4 bits, FP32, both": (4, FP32, True, 8),
+    "4 bits, FP16, zeros": (4, FP16, False, None),
     "8 bits, FP16, zero": (8, FP16, False, 128),
     "8 bits, FP16, both": (8, FP16, True, 16),
     "8 bits, FP32, zero": (8, FP32, False, 32),
     "8 bits, FP32, neither": (8, FP32, False, 0),
+    "8 bits, FP32, zeros": (8, FP32, False, None),
 }
 
 
@@ -180,6 +187,9 @@ MIXED = {
     "FP16 and FP32": [weight(8, 70, 4, 64, FP16, True), weight(33, 70, 4, 32, FP32, True)],
     "minimums and none": [weight(8, 64, zero=8), weight(8, 64, zero=8, minimums=True)],
     "one with both": [weight(40, 64, zero=8, minimums=True)],
+    "zeros and a zero": [weight(40, 64, zero=None), weight(9, 64, zero=8)],
+    "zeros of 4 and 8 bits": [weight(40, 64, 8, zero=None), weight(9, 64, zero=None)],
+    "zeros and minimums": [weight(40, 64, zero=None), weight(9, 64, minimums=True)],
 }
 
 
@@ -277,7 +287,56 @@ def test_what_is_no_number_stays_in_its_row(kernel, epilogue, number):
     assert torch.equal(found, before)
 
 
-CASES = [(4, FP16, True, 0), (8, FP16, False, 128), (8, FP32, True, 0)]
+def ordered(some: QuantizedWeight, seed: int = 3) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(seed)
+    return replace(some, order=torch.randperm(some.shape[1], generator=generator))
+
+
+@pytest.mark.parametrize("group", (32, 64, 580))
+@pytest.mark.parametrize("kind", ("4 bits, FP16, zeros", "8 bits, FP16, zero"))
+def test_inputs_in_another_order(kernel, kind, group):
+    """They are rounded in the groups that they are sorted into."""
+    bits, scales, minimums, zero = KINDS[kind]
+    ids = torch.tensor([0, 69, 3, 31])
+    for inputs in (3, 96, 577):
+        some = ordered(weight(70, inputs, bits, group, scales, minimums, zero))
+        for rows in (1, 5, 35):
+            for epilogue in ("none", "add", "silu_mul"):
+                check([some], rows, BF16 if inputs % 2 else FP32, epilogue)
+        linear = NativeQuantizedLinear([some], None, "none", FP32)
+        assert torch.equal(linear.rows(ids), some.dense()[ids])
+
+
+def test_inputs_in_another_order_on_a_tape(kernel):
+    some = ordered(weight(70, 96, 4, 32, zero=None))
+    linear = NativeQuantizedLinear([some], None, "none", FP32)
+    tape, x = Tape((40,), Pool()), torch.zeros(40, 96)
+    with tape.recording():
+        found = linear(x)
+    for rows in (40, 1, 30):
+        x[:rows] = randn(rows, 96, seed=rows)
+        tape.run(rows)
+        assert torch.equal(found[:rows], linear(x[:rows]))
+
+
+def test_weights_whose_inputs_have_different_orders_cannot_be_fused():
+    both = [ordered(weight(8, 64), seed) for seed in (1, 2)]
+    with pytest.raises(ValueError, match="different orders"):
+        NativeQuantizedLinear(both, None, "none", FP32)
+
+
+def test_codes_that_would_grow_are_refused():
+    for bits in (2, 3):
+        with pytest.raises(ValueError, match=f"codes of {bits} bits, not 4 or 8"):
+            NativeQuantizedLinear([weight(8, 64, bits)], None, "none", FP32)
+
+
+def test_zeros_take_a_byte_of_each_group():
+    linear = NativeQuantizedLinear([weight(64, 1024, 4, 128, zero=None)], None, "none", FP32)
+    assert 8 * len(linear._panels) / (64 * 1024) == 4 + 24 / 128
+
+
+CASES = [(4, FP16, True, 0), (8, FP16, False, 128), (4, FP16, False, None)]
 
 
 @pytest.mark.parametrize("threads", (2, 3))

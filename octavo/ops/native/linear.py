@@ -18,8 +18,8 @@ from octavo.ops.quantized import of_codes
 from octavo.ops.registry import register
 from octavo.ops.weights import QuantizedWeight, alike
 
-_HALF = 16  # lanes of the gate and of the up projection in a panel
-_PANEL = 2 * _HALF  # lanes
+HALF = 16  # lanes of the gate and of the up projection in a panel
+PANEL = 2 * HALF  # lanes
 _EPILOGUES: dict[Epilogue, int] = {"none": 0, "add": 1, "silu_mul": 2, "logits": 3}
 _LARGEST = 4
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -46,8 +46,12 @@ class _Linear(Structure):
     _fields_ = (
         ("weights", c_void_p),
         ("bias", c_void_p),
-        *((name, c_int64) for name in ("inputs", "outputs", "epilogue", "element")),
+        *((name, c_int64) for name in ("inputs", "outputs", "stride", "epilogue", "element")),
         *((name, c_int64) for name in ("bits", "group", "zero", "has_minimums", "wide_scales")),
+        ("has_zeros", c_int64),
+        ("order", c_void_p),
+        ("coding", c_int64),
+        *((name, c_void_p) for name in ("table", "lane_scales", "outliers")),
     )
 
 
@@ -75,13 +79,13 @@ class _Quantize(Structure):
     )
 
 
-class _Lookup(Structure):
+class Lookup(Structure):
     """OctavoLookupCall."""
 
     _fields_ = tuple((name, c_void_p) for name in ("linear", "ids", "y", "rows"))
 
 
-class _Packed:
+class Packed:
     """A linear in panels: all but how the weights get there."""
 
     recordable = True  # on a tape (calls.py)
@@ -102,11 +106,12 @@ class _Packed:
         self._adds = epilogue == "add"
         self._out_dtype = torch.float32 if epilogue == "logits" else dtype
         self._kernel = kernel
-        self._bias = None if bias is None else _by_lane(bias, self._outputs, silu)
+        self._bias = None if bias is None else by_lane(bias, self._outputs, silu)
         self._linear = _Linear(
             bias=None if self._bias is None else self._bias.data_ptr(),
             inputs=inputs,
             outputs=self._outputs,
+            stride=self._outputs,
             epilogue=_EPILOGUES[epilogue],
             element=_ELEMENTS[dtype],
         )
@@ -115,7 +120,7 @@ class _Packed:
         # Gate and up share panels, half of the lanes each; other weights follow one another.
         firsts = [0, 0] if silu else [sum(rows[:i]) for i in range(len(rows))]
         self._places = [
-            _Place(count, first, _HALF if silu else _PANEL, _HALF * index if silu else 0)
+            _Place(count, first, HALF if silu else PANEL, HALF * index if silu else 0)
             for index, (count, first) in enumerate(zip(rows, firsts))
         ]
 
@@ -124,6 +129,12 @@ class _Packed:
         self._panels = memory.zeros(function("octavo_linear_bytes", c_void_p)(self._at))
         self._linear.weights = self._panels.data_ptr()
         self._scratch = brief_function("octavo_linear_scratch", c_void_p, c_int64)
+
+    def _set_order(self, order: Tensor | None) -> None:
+        """order: int64 [in], see ``QuantizedWeight``."""
+        if order is not None:
+            self._order = order.int().contiguous()
+            self._linear.order = self._order.data_ptr()
 
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """x: [T, in]; other: [T, out], which ``add`` needs and writes over. ``logits`` are in FP32.
@@ -154,7 +165,7 @@ class _Packed:
         if self._choosing is None:
             self._choosing = _Linear.from_buffer_copy(self._linear)
             self._choosing.epilogue = _LARGEST
-        panels = -(-self._outputs // _PANEL)
+        panels = -(-self._outputs // PANEL)
         values = torch.empty(len(x), panels)
         ids = torch.empty(len(x), panels, dtype=torch.int32)
         self._multiply(addressof(self._choosing), x, None, values.data_ptr(), ids.data_ptr())
@@ -185,7 +196,7 @@ def _available(device: str, dtype: torch.dtype) -> bool:
 
 
 @register("linear", "native", _available, tolerance=1.0, batch_invariant="yes")
-class NativeLinear(_Packed):
+class NativeLinear(Packed):
     """Every output is one sum over ascending inputs, in an order that csrc/octavo.h names.
     ``logits`` are in FP32 from the sums on; ``add`` writes over its operand."""
 
@@ -215,7 +226,7 @@ def _quantized_available(device: str, dtype: torch.dtype) -> bool:
 
 
 @register("quantized_linear", "native", _quantized_available, tolerance=4.0, batch_invariant="yes")
-class NativeQuantizedLinear(_Packed):
+class NativeQuantizedLinear(Packed):
     """Sums within a group are exact, those of groups are added in FP32 in ascending order."""
 
     def __init__(
@@ -225,31 +236,40 @@ class NativeQuantizedLinear(_Packed):
         epilogue: Epilogue,
         dtype: torch.dtype,
     ) -> None:
-        """As the definition. They are copied, in one kind that holds them all."""
+        """As the definition. They are copied, in one kind that holds them all. Raises ValueError
+        for codes of 2 and 3 bits, which would take 4: ``weight_only_linear`` keeps them small."""
         kernel = preferred(QUANTIZED)
         assert kernel is not None, "not available"
         weights = alike(weights)
+        if weights[0].bits < 4:
+            raise ValueError(f"codes of {weights[0].bits} bits, not 4 or 8")
         if epilogue == "silu_mul" and len(weights) == 1:
             half = len(weights[0].codes) // 2
             weights = [weights[0][:half], weights[0][half:]]
         first, inputs = weights[0], weights[0].shape[1]
         super().__init__([len(w.codes) for w in weights], inputs, bias, epilogue, dtype, kernel)
         self._linear.bits, self._linear.group = first.bits, first.group
-        self._linear.zero = first.zero
+        # Zeros of groups are kept less this one, so that they are small where they are usual.
+        self._linear.zero = first.zero if first.zeros is None else 1 << (first.bits - 1)
         self._linear.has_minimums = first.minimums is not None
+        self._linear.has_zeros = first.zeros is not None
+        self._set_order(first.order)
         self._linear.wide_scales = first.scales.dtype == torch.float32
         self._allocate()
-        pack = function("octavo_linear_pack_codes", *(c_void_p,) * 5)
+        pack = function("octavo_linear_pack_codes", *(c_void_p,) * 6)
         for weight, place in zip(weights, self._places):
-            codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-            minimums = None if weight.minimums is None else weight.minimums.contiguous()
-            low = None if minimums is None else minimums.data_ptr()
-            pack(self._at, codes.data_ptr(), scales.data_ptr(), low, addressof(place))
+            zeros = weight.zeros
+            if zeros is not None:
+                zeros = (zeros.short() - self._linear.zero).to(torch.int8)
+            parts = (weight.codes, weight.scales, weight.minimums, zeros)
+            kept = [None if part is None else part.contiguous() for part in parts]
+            addresses = [None if part is None else part.data_ptr() for part in kept]
+            pack(self._at, *addresses, addressof(place))
 
     def rows(self, ids: Tensor) -> Tensor:
         ids = ids.contiguous()
         y, rows = calls.empty(len(ids), self._inputs, self._dtype), calls.rows_of(ids)
-        arguments = _Lookup(self._at, ids.data_ptr(), y.data_ptr(), addressof(rows))
+        arguments = Lookup(self._at, ids.data_ptr(), y.data_ptr(), addressof(rows))
         calls.call("octavo_linear_lookup", arguments, self)
         return y
 
@@ -268,15 +288,15 @@ def quantize(weight: Tensor, group: int) -> QuantizedWeight:
     return of_codes(codes, scales, group)
 
 
-def _by_lane(bias: Tensor, outputs: int, silu: bool) -> Tensor:
+def by_lane(bias: Tensor, outputs: int, silu: bool) -> Tensor:
     """FP32 [panels, 32]: the bias in the order of the lanes, zeros where there is no output."""
     parts = bias.float().chunk(2) if silu else (bias.float(),)
-    width = _PANEL // len(parts)
+    width = PANEL // len(parts)
     panels = -(-outputs // width)
     lanes = torch.zeros(len(parts), panels * width)
     for lane, part in zip(lanes, parts):
         lane[: len(part)] = part
-    return lanes.view(len(parts), panels, width).transpose(0, 1).reshape(panels, _PANEL)
+    return lanes.view(len(parts), panels, width).transpose(0, 1).reshape(panels, PANEL)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,0 +1,167 @@
+"""Checkpoints of every format through the loader: the weights are those the format means, and the
+logits are the dense model's of the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from octavo.config import ModelConfig
+from octavo.model.loader.load import open_source
+from octavo.ops.native import library
+from octavo.types import ConfigError
+from tests.model.quantized_checkpoints import KINDS, in_format
+from tests.model.running import all_logits, load, random_ids, write_checkpoint
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not library.features(), reason="no kernels here"),
+]
+IDS = random_ids(60)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny model of a class, with three groups of 32 in its inputs."""
+    found: dict[tuple[Any, ...], Path] = {}
+
+    def make(name: str, **changes: Any) -> Path:
+        key = (name, *sorted(changes.items()))
+        if key not in found:
+            found[key] = tmp_path_factory.mktemp("dense")
+            sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
+            write_checkpoint(found[key], name, **{"initializer_range": 0.1, **sizes, **changes})
+        return found[key]
+
+    return make
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).pow(2).mean().sqrt() / exact.std())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_the_dense_models_of_the_same_numbers(
+    kind: str, checkpoints: Any, tmp_path: Path
+) -> None:
+    """In FP32 inputs are as they are. In BF16 those of 4 and 8 bits are rounded to 8 bits on a CPU,
+    by group (relative RMS error up to 4 %; expected of BF16 alone: 1 %)."""
+    path, dense = in_format(checkpoints("Llama"), KINDS[kind], tmp_path)
+    exact = all_logits(load(dense), IDS)
+    model = load(path)
+    assert model.reasons["quantization"].startswith(f"{KINDS[kind].format.name}: the checkpoint's")
+    assert error(all_logits(model, IDS), exact) < 1e-5
+    half = load(path, "bfloat16")
+    assert error(all_logits(half, IDS), exact) < 0.05
+    dense_bytes = load(dense, "bfloat16").linear_bytes
+    bits = KINDS[kind].round(torch.randn(160, 96)).bits if "fp8" not in kind else 8
+    tables = 5 if "squeezellm" in kind else 0  # of each output: a lot for 96 inputs
+    assert half.linear_bytes < (bits + 1.4 + tables) / 16 * dense_bytes
+
+
+SOME = ("gptq 4 bits", "gptq act-order", "awq", "fp8 by tensor", "nf4", "squeezellm 4 bits, sparse")
+
+
+@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Qwen2", {"head_dim": None}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Phi3", {"head_dim": None}),
+        ("Mixtral", {"num_local_experts": 4}),
+    ],
+    ids=("biases of q, k, v", "tied head", "all biases", "fused in the file", "experts"),
+)
+def test_models_of_other_shapes(
+    kind: str, name: str, changes: dict[str, Any], checkpoints: Any, tmp_path: Path
+) -> None:
+    changes = {k: v for k, v in changes.items() if v is not None}
+    if name in ("Qwen2", "Phi3"):
+        changes["num_attention_heads"], changes["num_key_value_heads"] = 6, 2
+    path, dense = in_format(checkpoints(name, **changes), KINDS[kind], tmp_path)
+    assert error(all_logits(load(path), IDS), all_logits(load(dense), IDS)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loader_gives_the_weight_that_was_written(
+    kind: str, checkpoints: Any, tmp_path: Path
+) -> None:
+    directory = checkpoints("Llama")
+    path, _ = in_format(directory, KINDS[kind], tmp_path)
+    stored = load_file(directory / "model.safetensors")
+    source = open_source(path, ModelConfig())
+    for ours, theirs in (("q", "self_attn.q_proj"), ("down", "mlp.down_proj")):
+        dense = stored[f"model.layers.1.{theirs}.weight"]
+        found = source.fetch(f"layers.1.{ours}.weight", tuple(dense.shape), torch.float32)()
+        assert torch.equal(found.dense(), KINDS[kind].round(dense).dense())
+
+
+def test_biases_of_zeros_that_the_model_has_not_are_left_out(
+    checkpoints: Any, tmp_path: Path
+) -> None:
+    """AutoGPTQ writes one for every projection. One that is not zero is refused."""
+    path, dense = in_format(checkpoints("Llama"), KINDS["gptq symmetric"], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.bias"
+    save_file({**tensors, name: torch.zeros(160)}, path / "model.safetensors")
+    assert error(all_logits(load(path), IDS), all_logits(load(dense), IDS)) < 1e-5
+    save_file({**tensors, name: torch.ones(160)}, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"does not use: {name}"):
+        load(path)
+
+
+BROKEN = {
+    "codes of another width": (
+        {"qweight": torch.zeros(96 // 4, 96, dtype=torch.int32)},
+        {},
+        r"q_proj.qweight is \[24, 96\], the config says \[12, 64\]",
+    ),
+    "a missing tensor": ({"scales": None}, {}, "tensors are missing: .*q_proj.scales"),
+    "floats for codes": (
+        {"qweight": torch.zeros(12, 96)},
+        {},
+        "q_proj.qweight is F32, where I32 belongs",
+    ),
+    "a group that does not divide": ({}, {"group_size": 64}, r"q_proj: .*64.*96"),
+    "an input of no group": (
+        {"g_idx": torch.full((96,), 7, dtype=torch.int32)},
+        {},
+        "q_proj: .*g_idx",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_checkpoints_are_refused(case: str, checkpoints: Any, tmp_path: Path) -> None:
+    changes, fields, message = BROKEN[case]
+    path, _ = in_format(checkpoints("Llama"), KINDS["gptq symmetric"], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    for suffix, tensor in changes.items():
+        name = f"model.layers.0.self_attn.q_proj.{suffix}"
+        tensors.pop(name)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= fields
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_dummy_weights_in_the_format_of_the_config(checkpoints: Any, tmp_path: Path) -> None:
+    path, _ = in_format(checkpoints("Llama"), KINDS["gptq 4 bits"], tmp_path)
+    (path / "model.safetensors").unlink()
+    model = load(path, "bfloat16", load_format="dummy")
+    assert model.quantization == "gptq" and all_logits(model, IDS).isfinite().all()
+    assert model.linear_bytes < 0.35 * load(path.parent / "dense", "bfloat16").linear_bytes
