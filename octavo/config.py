@@ -151,8 +151,8 @@ class CacheConfig:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "numbers in the KV cache; auto: as dtype; in 8 bits (fp8 is fp8_e4m3) the same memory holds "
-        "about twice the tokens of bfloat16",
+        "numbers in the KV cache; auto: as dtype; in 8 bits (fp8 is fp8_e4m3) the same memory "
+        "holds about twice the tokens of bfloat16",
         group="cache",
         choices=(
             *("auto", "bfloat16", "float16", "float32"),

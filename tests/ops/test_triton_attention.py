@@ -193,7 +193,7 @@ def test_values_of_any_size_in_int8():
     geometry = AttentionGeometry(2, 1, 32, cache_dtype=torch.int8)
     batch = case([100], [1], 16)
     cache = keep(history(geometry, batch, torch.float32), torch.int8)
-    codes, steps = parts_of(cache, geometry)
+    _, steps = parts_of(cache, geometry)
     exponents = torch.linspace(-8, -2, steps.shape[3]).flip(0)
     size = 16 * 32
     cache[:, :, 1, size:] = (10.0**exponents).float().view(torch.int8)
@@ -243,9 +243,9 @@ def test_refuses_a_cache_of_another_dtype():
     attention = TritonPagedAttention(geometry)
     state = attention.prepare(batch.padded, Rope(64), FP16)
     cache = by_head(history(geometry, batch, BF16))
-    with pytest.raises(ValueError, match="float16, not torch.bfloat16"):
+    with pytest.raises(ValueError, match="bfloat16"):
         attention(torch.randn(1, 256).half(), cache, state)
-    with pytest.raises(ValueError, match="float16, not torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match="float8"):
         attention(torch.randn(1, 256).half(), cache.to(torch.float8_e4m3fn), state)
     with pytest.raises(ValueError, match="uint8"):
         TritonPagedAttention(replace(geometry, cache_dtype=torch.uint8))

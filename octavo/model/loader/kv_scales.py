@@ -52,7 +52,7 @@ def _scale(source: SafetensorsSource, layer: str, kind: str, heads: int) -> Tens
     if len(values) not in (1, heads) or not (values.isfinite() & (values > 0)).all():
         shown = ", ".join(f"{value:g}" for value in values[:4].tolist())
         raise ConfigError(
-            f"{source.where}: {name} holds {len(values)} numbers ({shown}); a scale of the KV cache "
-            f"is one positive number, or one for each of {heads} heads"
+            f"{source.where}: {name} holds {len(values)} numbers ({shown}); a scale of the KV "
+            f"cache is one positive number, or one for each of {heads} heads"
         )
     return values.expand(heads)

@@ -152,13 +152,11 @@ def _attend_own(
         value = value.to(tl.float32)
         key_scale, value_scale = int8_scale(key), int8_scale(value)
         key, value = int8_codes(key, key_scale), int8_codes(value, value_scale)
+        key_scale, value_scale = tl.sum(key_scale), tl.sum(value_scale)
         to = scale_ptr + (piece * PIECE + BLOCK_SIZE * DIM) // 4 + place
-        nothing = tl.zeros((1, 1), tl.int32)
-        tl.store(to + nothing, key_scale, mask=(writes & (slot >= 0)) & (nothing == 0))
-        tl.store(
-            to + PIECE // 4 + nothing, value_scale, mask=(writes & (slot >= 0)) & (nothing == 0)
-        )
-        unit = tl.where(writes, tl.sum(value_scale), 0.0)
+        tl.store(to, key_scale, mask=writes & (slot >= 0))
+        tl.store(to + PIECE // 4, value_scale, mask=writes & (slot >= 0))
+        unit = tl.where(writes, value_scale, 0.0)
     elif KIND != PLAIN:
         key = key / tl.load(scale_ptr + head)
         value = value.to(tl.float32) / tl.load(scale_ptr + KV_HEADS + head)
@@ -169,7 +167,7 @@ def _attend_own(
     tl.store(to + PIECE, value, mask=stored)
     score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
     if KIND == INT8:
-        score *= tl.sum(key_scale)
+        score *= key_scale
     if SOFTCAP:
         score = capped(score, inner)
     share = tl.where(writes, 1.0, 0.0)

@@ -110,10 +110,11 @@ def prefill_attention_kernel(
     qkv: [T, (HEADS + 2 KV_HEADS) * DIM]. cache_rows: descriptor of the cache as rows of DIM numbers
     with blocks [TILE, DIM], if TMA. out: [T, HEADS * DIM]. start: int32 [batch rows + 1], length:
     int32 [batch rows], 0 for padding. table: int32 [batch rows, table_stride]. scale: to scores in
-    units of log 2; with SOFTCAP of ``capped(scores, inner)``. sink: [HEADS] if SINKS. KIND:
-    what the cache keeps (kept.py); scale_ptr: FP32, with int8 the memory of the cache, with FP8 the
-    scales [2, KV_HEADS] of keys and values. ALIKE: what a token gets does not depend on which others share its program: all tiles of keys go through one loop, and
-    one that a token sees nothing of adds zeros.
+    units of log 2; with SOFTCAP of ``capped(scores, inner)``. sink: [HEADS] if SINKS. KIND: what
+    the cache keeps (kept.py); scale_ptr: FP32, with int8 the memory of the cache, with FP8 the
+    scales [2, KV_HEADS] of keys and values. ALIKE: what a token gets does not depend on which
+    others share its program: all tiles of keys go through one loop, and one that a token sees
+    nothing of adds zeros.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
