@@ -116,15 +116,6 @@ def test_the_tables_of_foreign_flags_are_walked_in_full() -> None:
     assert set(RETIRED_FLAGS) >= RETIRED_SWITCHES
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    cases("--kv-cache-dtype fp8 | --kv-cache-dtype fp8_e5m2"),
-    ids=" ".join,
-)
-def test_a_value_of_a_later_version_says_so(tokens: list[str]) -> None:
-    assert "not in this version" in refused(*tokens)
-
-
 def test_an_unknown_flag_names_its_neighbours() -> None:
     text = refused("--max-modl-len", "5")
     assert "--max-modl-len" in text and "--max-model-len" in text
