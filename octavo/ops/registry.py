@@ -48,6 +48,7 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.triton.norm",
         "octavo.ops.triton.linear",
         "octavo.ops.triton.fixed_linear",
+        "octavo.ops.triton.weight_only",
         "octavo.ops.triton.embedding",
         "octavo.ops.triton.blocks",
         "octavo.ops.triton.attention",

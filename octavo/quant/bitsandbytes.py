@@ -176,7 +176,7 @@ def _dequantized(codes: Tensor, tensors: Mapping[str, Any], state: dict[str, Any
             f"weight.nested_quant_map and nested_absmax have {len(table)} and {len(outer)} "
             f"numbers, not 256 and {ceil(len(codes) / block)}"
         )
-    if not isinstance(offset, float):
+    if type(offset) not in (int, float):
         raise ValueError(f"nested_offset is {offset!r}, not a number")
     places = torch.arange(len(codes), device=codes.device) // block
     product: Tensor = table[codes.long()] * outer[places]

@@ -81,6 +81,8 @@ def scheme(fields: Fields) -> Scheme:
         group = groups.inner(name)
         format = _format(group, fields.values.get("format"), fields, notes)
         targets = group.names("targets")
+        if not targets:
+            raise group.error("targets", None, "names of modules or Linear")
         by_name.append((named_by([t for t in targets if t != "Linear"], group, "targets"), format))
         if "Linear" in targets:
             by_class.append(format)

@@ -60,9 +60,10 @@ def numbers(
     optional: bool = False,
 ) -> StoredTensor:
     """A tensor of one number or a few, which ``read`` counts, in the ways that files have them, or
-    of ``others``."""
-    also: tuple[Axes, ...] = ((), (("one", 1), ("one", 1)), *others)
-    return StoredTensor(suffix, (("free", 1),), also, kinds, optional)
+    of ``others``, the first of which is the usual one."""
+    few: tuple[Axes, ...] = ((("free", 1),), (), (("one", 1), ("one", 1)))
+    first, *also = (*others, *few)
+    return StoredTensor(suffix, first, tuple(also), kinds, optional)
 
 
 class CheckpointFormat(Protocol):

@@ -155,7 +155,6 @@ def scheme(fields: Fields) -> Scheme:
     return Scheme(
         "fp8",
         format_of,
-        spare_suffixes=() if format.static else ("input_scale",),
         kv_scale_suffixes=KV_SCALES,
         kv_cache_scheme=fields.values.get("kv_cache_scheme"),
     )
@@ -166,11 +165,10 @@ def block_size(fields: Fields, name: str) -> tuple[int, int]:
     value = fields.values.get(name)
     if value is None:
         return 0, 0
-    found = value.split("x") if isinstance(value, str) else value
-    try:
-        rows, columns = (int(size) for size in found)
-    except (TypeError, ValueError):
-        rows = columns = 0
-    if rows < 1 or columns < 1:
+    sizes = value
+    if isinstance(value, str):
+        sizes = [int(size) if size.isdecimal() else 0 for size in value.split("x")]
+    is_pair = isinstance(sizes, list) and len(sizes) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in sizes):
         raise fields.error(name, value, "two numbers, as [128, 128]")
-    return rows, columns
+    return sizes[0], sizes[1]

@@ -38,6 +38,8 @@ class SqueezeLLM:
             numbers("rows", kinds=("I32",), optional=True),
             numbers("cols", kinds=("I32",), optional=True),
             numbers("vals", optional=True),
+            # Where its kernel's threads begin in the outliers, which follows from them.
+            numbers("startrows", kinds=("I32",), optional=True),
         )
 
     def check(self, out_features: int, in_features: int) -> None:
@@ -119,5 +121,4 @@ def scheme(fields: Fields) -> Scheme:
     def format_of(module: str) -> CheckpointFormat | None:
         return None if is_skipped(module) else format
 
-    # Where threads of its kernel begin in the outliers: follows from rows.
-    return Scheme("squeezellm", format_of, spare_suffixes=("startrows",))
+    return Scheme("squeezellm", format_of)

@@ -1,5 +1,5 @@
-"""GPTQ: weights are rounded one input after the other, and what each rounding adds to the outputs is
-made up for by the inputs not yet rounded.
+"""GPTQ: weights are rounded one input after the other, and what each rounding adds to the outputs
+is made up for by the inputs not yet rounded.
 
 Frantar, Ashkboos, Hoefler, Alistarh 2022, https://arxiv.org/abs/2210.17323; it is Optimal Brain
 Quantization with one order of inputs for all outputs.
@@ -57,9 +57,11 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
         factor, failed = torch.linalg.cholesky_ex(damped)
         if failed or not factor.isfinite().all():
             continue
-        factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
-        if not failed and factor.isfinite().all():
-            return factor
+        inverse: Tensor = torch.cholesky_inverse(factor)
+        upper: Tensor
+        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+        if not failed and upper.isfinite().all():
+            return upper
     raise ValueError("the inputs' second moments are not positive definite, or not finite")
 
 

@@ -1,7 +1,7 @@
 """Even grids: the scale and zero of each group of weights, and rounding to them.
 
-A weight becomes (code - zero) * scale. Scales are numbers of FP16, as checkpoints store them, before
-anything is rounded by them.
+A weight becomes (code - zero) * scale. Scales are numbers of FP16, as checkpoints store them,
+before anything is rounded by them.
 """
 
 from __future__ import annotations

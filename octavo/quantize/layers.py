@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from octavo.evaluate.reading import Reader
 from octavo.model.decoder import Model
 from octavo.model.layer import Layer
 from octavo.model.linear import Linear
-from octavo.model.moe import Exact
+from octavo.model.loader.load import kept_dtype
 from octavo.ops.weights import Quantized
-
-Fetch = Callable[[str, tuple[int, ...]], Tensor]  # our tensor of that name and shape, FP32
 
 
 class Moments:
@@ -101,16 +99,18 @@ def _seen(apply: Callable[..., Tensor], watcher: Callable[[Tensor], None]) -> Ca
 
 @dataclass
 class LayerAtWork:
-    """A layer with its tensors, FP32 by our names, as they change. ``quantized``: by the index of
-    the linear among ``linears``; rows are those of its parts, one after the other."""
+    """A layer with its tensors, FP32 by our names, as they change. ``quantized``: the weights of
+    projections, by our name of the projection; ``changed``: names of other tensors that are no
+    longer the checkpoint's."""
 
     index: int
     layer: Layer
     tensors: dict[str, Tensor]
     linears: list[Linear]
-    quantized: dict[int, Quantized]
     calibration: Calibration | None
     dtype: torch.dtype
+    quantized: dict[str, Quantized] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
 
     def weight(self, which: int) -> Tensor:
         """Of a linear: [out, in]."""
@@ -119,13 +119,28 @@ class LayerAtWork:
 
     def set_weight(self, which: int, weight: Tensor) -> None:
         parts = self.linears[which].parts
-        rows = weight.split([size for _, size in parts])
-        self.tensors |= {f"{name}.weight": part for (name, _), part in zip(parts, rows)}
+        first = 0
+        for name, size in parts:
+            self.tensors[f"{name}.weight"] = weight[first : first + size]
+            first += size
 
     def put(self, which: int, weight: Quantized) -> None:
-        """A linear's quantized weight, which the layer computes with from now on."""
-        self.quantized[which] = weight
-        self.set_weight(which, weight.dense().float())
+        """A linear's quantized weight, the rows of its parts one after the other: the layer
+        computes with it from now on."""
+        first = 0
+        for name, size in self.linears[which].parts:
+            self.put_part(name, weight[first : first + size])
+            first += size
+
+    def put_part(self, name: str, weight: Quantized) -> None:
+        self.quantized[name] = weight
+        if self.calibration is not None:
+            self.tensors[f"{name}.weight"] = weight.dense().float()
+
+    def change(self, name: str, values: Tensor) -> None:
+        """A tensor that stays dense."""
+        self.tensors[name] = values
+        self.changed.add(name)
 
     def observe(self, which: Sequence[int]) -> list[Moments]:
         assert self.calibration is not None, "the method was to need no calibration"
@@ -144,9 +159,9 @@ class LayerAtWork:
 
 def load_layer(layer: Layer, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     part, *_ = layer.parts()
-    part.load({name: tensors[name].to(dtype) for name, _ in part.wanted()})
+    part.load({name: tensors[name].to(kept_dtype(name, dtype)) for name, _ in part.wanted()})
 
 
 def quantizable(layer: Layer) -> list[Linear]:
     """All linears but those that are never rounded (a router's)."""
-    return [linear for linear in layer.linears() if not isinstance(linear.format, Exact)]
+    return [linear for linear in layer.linears() if linear.exact is None]

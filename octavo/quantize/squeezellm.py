@@ -1,11 +1,11 @@
 """SqueezeLLM: each output has a table of numbers of its own, placed by weighted k-means, and a few
 weights are kept apart (dense and sparse).
 
-Kim et al. 2023, https://arxiv.org/abs/2306.07629. The paper weighs the square of a weight's error by
-the diagonal of the Fisher information, the mean of (dL/dw)^2. Here no gradient is computed: of a
-linear dL/dw_oi = g_o x_i, so that with g and x taken as independent the weight is E[g_o^2] E[x_i^2],
-of which the first factor is the same for a whole table and does not matter. So errors are weighed by
-the inputs' second moments.
+Kim et al. 2023, https://arxiv.org/abs/2306.07629. The paper weighs the square of a weight's error
+by the diagonal of the Fisher information, the mean of (dL/dw)^2. Here no gradient is computed: of a
+linear dL/dw_oi = g_o x_i, so that with g and x taken as independent the weight is
+E[g_o^2] E[x_i^2], of which the first factor is the same for a whole table and does not matter. So
+errors are weighed by the inputs' second moments.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ VLLM_FLAGS = """
 --enable-prefix-caching | --no-enable-prefix-caching | --scheduling-policy priority
 --priority-ageing 2.5 | --prefix-cache-scope key | --step-deadline 60
 --block-size 16 | --block-size auto | --num-gpu-blocks-override 10 | --kv-cache-dtype bfloat16
---kv-cache-dtype fp8 | --kv-cache-dtype fp8_e4m3 | --kv-cache-dtype fp8_e5m2
---kv-cache-dtype int8 | --enforce-eager | --tensor-parallel-size 1 | -tp 1
+--kv-cache-dtype int8 | --kv-cache-dtype fp8 | --kv-cache-dtype fp8_e5m2
+--enforce-eager | --tensor-parallel-size 1 | -tp 1
 --pipeline-parallel-size 1 | -pp 1
 --data-parallel-size 1 | -dp 1 | --distributed-executor-backend uni | --load-format safetensors
 --load-format gguf | --load-format dummy | --tokenizer t | --skip-tokenizer-init | --seed 7

@@ -18,6 +18,18 @@ def code_at(words: Array, bits: int, index: int) -> int:
     return value
 
 
+def gptq_zero(words: Array, bits: int, index: int, is_v2: bool) -> int:
+    """The ``index``-th zero of a row of words. v1 takes 1 from all zeros of a word at once, but
+    from each of 3 bits by itself."""
+    if is_v2:
+        return code_at(words, bits, index)
+    if bits == 3:
+        return (code_at(words, bits, index) + 1) % 8
+    word, place = divmod(index, 32 // bits)
+    ones = sum(1 << bits * n for n in range(32 // bits))
+    return ((int(words[word]) + ones) % (1 << 32) >> bits * place) % (1 << bits)
+
+
 def gptq(
     qweight: Array, qzeros: Array, scales: Array, g_idx: Array | None, bits: int, is_v2: bool
 ) -> Array:
@@ -29,9 +41,7 @@ def gptq(
     for o in range(outputs):
         for i in range(inputs):
             g = i // group if g_idx is None else int(g_idx[i])
-            zero = code_at(qzeros[g], bits, o)
-            if not is_v2:
-                zero = (zero + 1) % (1 << bits)
+            zero = gptq_zero(qzeros[g], bits, o, is_v2)
             code = code_at(qweight[:, o], bits, i)
             dense[o, i] = np.float32(code - zero) * np.float32(scales[g, o])
     return dense

@@ -128,6 +128,7 @@ def test_weights_of_int8(symmetric: bool, group: int, shape: tuple, dtype: torch
     scales = spread(tensors["weight_scale"].float().numpy())
     slow = slow_readers.int_quantized(weight, scales, None if symmetric else spread(zeros))
     equal(read.dense(), slow)
+    assert not read.weight_only
     written = format.write(read)
     declared(format, written, outputs, inputs)
     equal(format.read(written, outputs, inputs).dense(), slow)
@@ -179,7 +180,12 @@ DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
             FP8((128, 128), name=NAME),
         ),
         ("int-quantized", {"num_bits": 8, "strategy": "channel"}, DYNAMIC, Int8Stored()),
-        ("naive-quantized", {"group_size": 64, "symmetric": False}, None, Int8Stored(64, False)),
+        (
+            "naive-quantized",
+            {"group_size": 64, "symmetric": False},
+            None,
+            Int8Stored(64, False, True),
+        ),
         ("pack-quantized", {"num_bits": 8, "group_size": -1}, None, Packed(8, 0)),
         ("pack-quantized", {**WEIGHTS, "symmetric": False}, None, Packed(4, 128, False)),
     ),
@@ -203,7 +209,7 @@ def test_ways_to_store_weights(
         Packed(4, 128),
         Packed(8, 0, False),
         Int8Stored(),
-        Int8Stored(64, False),
+        Int8Stored(64, False, weight_only=True),
         FP8(name=NAME),
         FP8((128, 128), name=NAME),
         FP8(static=True, name=NAME),
@@ -245,6 +251,8 @@ def changed(**weights: Any) -> dict[str, Any]:
         ({"format": "int-quantized"}, r"group_0\.weights\.num_bits is 4; supported: 8"),
         ({"format": "float-quantized"}, "weights.type is 'int'; supported: float, with the format"),
         ({"config_groups": {}}, "config_groups is not there"),
+        ({"config_groups": {"group_0": [1]}}, r"group_0 is \[1\]; supported: a JSON object"),
+        ({"config_groups": {"group_0": {"weights": WEIGHTS}}}, "group_0.targets is not there"),
         ({"quantization_status": "frozen"}, "quantization_status is 'frozen'; supported: compress"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is 'sparse"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config is 'rotations"),

@@ -117,12 +117,17 @@ def test_equal_zeros_of_a_checkpoint_that_is_not_symmetric_follow_its_field(vers
     assert not format.notes
 
 
-def test_a_zero_of_nought_in_v1_is_stored_wrapped() -> None:
-    format = GPTQ(4, 32, False)
-    tensors = random_tensors(format, 8, 32)
-    tensors["qzeros"] = torch.tensor([[-1 & 0x7FFFFFFF]], dtype=torch.int32)  # 15 but for the last
-    zeros = format.read(tensors, 8, 32).zeros
-    assert zeros is not None and zeros[:, 0].tolist() == [0] * 7 + [8]
+@pytest.mark.parametrize("bits", (2, 4, 8))
+def test_zeros_of_nought_in_v1_borrow_from_the_next(bits: int) -> None:
+    """As GPTQModel writes them: the words of v2 minus one in every place."""
+    format = GPTQ(bits, 32, False)
+    tensors = random_tensors(format, 32, 64)
+    zeros = torch.from_numpy(np.random.default_rng(3).integers(0, 1 << bits, (32, 2))).byte()
+    zeros[1::3] = 0
+    ones = sum(1 << bits * place for place in range(32 // bits))
+    tensors["qzeros"] = (pack(zeros, bits) - ones).T.contiguous()
+    found = format.read(tensors, 32, 64).zeros
+    assert found is not None and torch.equal(found, zeros)
 
 
 def test_groups_of_other_sizes_than_told_are_refused() -> None:

@@ -13,6 +13,8 @@ from octavo.quantize.gptq import gptq
 from octavo.quantize.grid import Grid
 from octavo.quantize.squeezellm import nearest, squeezellm, weighted_k_means
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def problem(outputs: int, inputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """A weight, and correlated inputs [T, in] of very different sizes."""
@@ -76,10 +78,11 @@ def test_gptq_is_optimal_brain_quantization_in_order(
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("bits", "act_order"), [(2, True), (3, False), (3, True), (4, False), (4, True), (8, False)]
+)
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("act_order", [False, True])
-def test_gptq_errs_less_than_rounding(bits: int, symmetric: bool, act_order: bool) -> None:
+def test_gptq_errs_less_than_rounding(bits: int, act_order: bool, symmetric: bool) -> None:
     weight, x = problem(48, 256)
     grid = Grid(bits, 64, symmetric)
     found = gptq(weight, moments(x), grid, act_order=act_order)
@@ -169,8 +172,8 @@ def best_tables_cost(values: Tensor, shares: Tensor, count: int) -> float:
 
 def test_k_means_is_near_the_best_there_is() -> None:
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(20, 18, generator=generator)
-    shares = torch.rand(20, 18, generator=generator) + 0.05
+    values = torch.randn(8, 14, generator=generator)
+    shares = torch.rand(8, 14, generator=generator) + 0.05
     centres = weighted_k_means(values, shares, 4)
     left = values - centres.gather(1, nearest(values, centres))
     costs = (shares * left.square()).sum(1)

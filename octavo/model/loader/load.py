@@ -218,7 +218,7 @@ def _fetched(
             wanted = dict(part.wanted())
             size = sum(map(math.prod, wanted.values())) * dtype.itemsize
             calls = {
-                name: source.fetch(name, shape, _kept(name, dtype), shares.get(name, WHOLE))
+                name: source.fetch(name, shape, kept_dtype(name, dtype), shares.get(name, WHOLE))
                 for name, shape in wanted.items()
             }
             coming.append((part, calls, size))
@@ -230,7 +230,7 @@ def _fetched(
         yield part, {name: call() for name, call in calls.items()}
 
 
-def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
+def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Divisors of the rotary frequencies stay FP32: rounding turns far positions by radians. So do
     a router's corrections, which differ by less than BF16 tells apart."""
     exact = name.startswith("rope_factors") or name.endswith("router.correction")

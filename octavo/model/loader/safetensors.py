@@ -55,6 +55,7 @@ _CODES = {
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 # Scales of what attention gets or keeps, which a cache of other numbers does without.
 _KV_SCALE = re.compile(
