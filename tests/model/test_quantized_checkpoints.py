@@ -165,3 +165,30 @@ def test_dummy_weights_in_the_format_of_the_config(checkpoints: Any, tmp_path: P
     model = load(path, "bfloat16", load_format="dummy")
     assert model.quantization == "gptq" and all_logits(model, IDS).isfinite().all()
     assert model.linear_bytes < 0.35 * load(path.parent / "dense", "bfloat16").linear_bytes
+
+
+@pytest.mark.parametrize("kind", ("gptq 4 bits", "fp8 by channel", "w8a8 int8", "llm.int8"))
+def test_torchs_files_hold_quantized_tensors_too(
+    kind: str, checkpoints: Any, tmp_path: Path
+) -> None:
+    path, _ = in_format(checkpoints("Llama"), KINDS[kind], tmp_path)
+    expected = all_logits(load(path), IDS)
+    file = path / "model.safetensors"
+    torch.save(load_file(file), path / "pytorch_model.bin")
+    file.unlink()
+    assert torch.equal(all_logits(load(path), IDS), expected)
+
+
+def test_squeezellms_own_files(checkpoints: Any, tmp_path: Path) -> None:
+    """Their name, the bits in quant_config.json, and counts of outliers among the tensors."""
+    path, _ = in_format(checkpoints("Llama"), KINDS["squeezellm 4 bits, sparse"], tmp_path)
+    expected = all_logits(load(path), IDS)
+    file = path / "model.safetensors"
+    counts = {"sparse_threshold.model.layers.0.mlp.up_proj": 7}
+    torch.save({**load_file(file), **counts}, path / "sq-tiny-w4-s45.pt")
+    file.unlink()
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "quant_config.json").write_text(json.dumps({"wbits": 4}))
+    assert torch.equal(all_logits(load(path), IDS), expected)
