@@ -40,13 +40,15 @@ console = Console()
 
 @dataclass(frozen=True)
 class Row:
-    """``recipe``: makes a checkpoint; ``flags``: keeps the BF16 one in that way; ``model``: a
-    fixture that is so already. ``guide``: the row of the guide's table it belongs to."""
+    """``recipe``: makes a checkpoint; ``flags``: keeps the BF16 one in that way, with ``head``
+    the head as well; ``model``: a fixture that is so already. ``guide``: the row of the guide's
+    table it belongs to."""
 
     guide: str
     recipe: Recipe | None = None
     flags: str | None = None
     model: str | None = None
+    head: bool = False
 
 
 ROWS = {
@@ -57,6 +59,7 @@ ROWS = {
     "AWQ": Row("AWQ", Recipe("awq")),
     "W4A16": Row("GPTQ", Recipe("w4a16")),
     "fp8": Row("FP8", flags="fp8"),
+    "fp8, head too": Row("FP8", flags="fp8", head=True),
     "fp8_per_tensor": Row("FP8", flags="fp8_per_tensor"),
     "fp8_per_block": Row("FP8", flags="fp8_per_block"),
     "int8": Row("INT8", flags="int8"),
@@ -80,7 +83,8 @@ def model_of(name: str, made: Path) -> tuple[str, dict[str, Any]]:
     if row.model is not None:
         return str(models.path(row.model)), {}
     if row.flags is not None:
-        return str(models.path(SOURCE)), {"quantization": row.flags}
+        flags: dict[str, Any] = {"quantization": row.flags}
+        return str(models.path(SOURCE)), flags | ({"quantize_head": True} if row.head else {})
     assert row.recipe is not None
     path = made / name.replace(" ", "-").replace(",", "").lower()
     if not path.exists():

@@ -34,11 +34,3 @@ def choose_cache_dtype(asked: str, computed: torch.dtype, device: str) -> torch.
                 f"{'.'.join(map(str, found))}; use int8, which takes as much memory, or auto"
             )
     return kept
-
-
-def compared(name: str, size: float, plain_name: str, plain: float) -> str:
-    """Bytes of a token over all layers, for the start."""
-    return (
-        f"{name}: {size:,.0f} bytes a token, {size / plain:.2f} of {plain_name}'s {plain:,.0f}, so "
-        f"the same memory holds {plain / size:.2f} times the tokens"
-    )

@@ -101,6 +101,13 @@ def _check_cache(
     )
 
 
+def attention_set_aside(device: str, dtype: torch.dtype) -> list[str]:
+    """Versions that run here, faster than what is chosen, but read no cache of 8 bits."""
+    names = [version.name for version in registry.runnable("paged_attention", device, dtype, False)]
+    last = max((names.index(name) for name in _EIGHT_BITS if name in names), default=-1)
+    return names[last + 1 :]
+
+
 def attention_of(
     mixer: MixerSpec, cache_dtype: torch.dtype | None = None
 ) -> tuple[str, AttentionGeometry | MLAGeometry]:

@@ -1,4 +1,4 @@
-"""Scales of an FP8 KV cache that a checkpoint holds.
+"""A KV cache in 8 bits: the scales of FP8 that a checkpoint holds, and what is said at start.
 
 Keys and values are divided by them before they are rounded to E4M3. llm-compressor writes
 ``self_attn.k_scale`` and ``v_scale`` (of a layer or of each head), ModelOpt
@@ -8,13 +8,49 @@ both, and, older, ``k_proj.output_scale``; vLLM's own files have ``self_attn.att
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from octavo.model.attention import Attention
 from octavo.model.decoder import Model
+from octavo.model.kv_cache import E4M3, NAMES
 from octavo.model.loader.safetensors import SafetensorsSource
+from octavo.model.loader.source import WeightSource
+from octavo.model.versions import attention_set_aside
 from octavo.types import ConfigError
+
+logger = logging.getLogger(__name__)
+_TOKENS = 64  # of a block that bytes are counted of: a multiple of every kernel's tile
+
+
+def settle_cache(model: Model, source: WeightSource) -> str:
+    """Gives a model whose cache is of 8 bits its scales; says what a token takes, what the scales
+    are, and which attention could not be chosen. Raises ConfigError for scales that mean nothing.
+    E5M2 needs none: it reaches 57,344."""
+    name, plain = NAMES[model.cache_dtype], model.plain_kv_bytes
+    size = model.kv_bytes_per_block(_TOKENS) / _TOKENS
+    said = [
+        f"{name}: {size:,.0f} bytes a token, {size / plain:.2f} of "
+        f"{str(model.dtype).removeprefix('torch.')}'s {plain:,}"
+    ]
+    if model.cache_dtype == E4M3:
+        count = load_kv_scales(model, source) if isinstance(source, SafetensorsSource) else 0
+        lacking = len(model.layers) - count
+        if lacking:
+            those = f"{lacking} of {len(model.layers)} layers" if count else "it"
+            warning = (
+                f"the checkpoint holds no scales for {those}: 1.0, and numbers beyond 448 are cut "
+                "off"
+            )
+            logger.warning("--kv-cache-dtype %s: %s", name, warning)
+            said.append(warning)
+        else:
+            said.append("scales of the checkpoint")
+    if names := attention_set_aside(model.device, model.dtype):
+        said.append(f"read and written by Triton's attention: {', '.join(names)} cannot")
+    return "; ".join(said)
 
 
 def load_kv_scales(model: Model, source: SafetensorsSource) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +18,12 @@ from octavo.model.decoder import Model
 from octavo.model.dtype import choose_dtype
 from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_config
 from octavo.model.families.catalogue import family_of
-from octavo.model.kv_cache import E4M3, NAMES, choose_cache_dtype, compared
+from octavo.model.kv_cache import choose_cache_dtype
 from octavo.model.layer import Part
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
 from octavo.model.loader.gguf_groups import KINDS
-from octavo.model.loader.kv_scales import load_kv_scales
+from octavo.model.loader.kv_scales import settle_cache
 from octavo.model.loader.pickled import read_pickled
 from octavo.model.loader.safetensors import SafetensorsSource, read_safetensors
 from octavo.model.loader.shards import Headers
@@ -34,8 +33,6 @@ from octavo.model.quantization import choose_quantization
 from octavo.ops.weights import Weight
 from octavo.quant.scheme import read_scheme
 from octavo.types import ConfigError, Progress
-
-logger = logging.getLogger(__name__)
 
 # Weights of later parts that are on their way to a GPU while a part is built.
 BYTES_AHEAD = 1 << 30
@@ -71,29 +68,10 @@ def load_model(
             model.reasons["quantization"] = f"{name}: {why}"
         load_weights(model, source, dtype, progress)
         if cache_dtype is not None:
-            model.reasons["kv_cache_dtype"] = _settle_cache(model, source)
+            model.reasons["kv_cache_dtype"] = settle_cache(model, source)
         if quantization.scheme and quantization.scheme.notes:
             model.reasons["checkpoint"] = "; ".join(quantization.scheme.notes)
     return model
-
-
-def _settle_cache(model: Model, source: WeightSource) -> str:
-    """Brings scales for a cache of 8 bits; says what it takes, and what its scales are."""
-    name, tokens = NAMES[model.cache_dtype], 64
-    size = model.kv_bytes_per_block(tokens) / tokens
-    said = compared(name, size, str(model.dtype).removeprefix("torch."), model.plain_kv_bytes)
-    if model.cache_dtype != E4M3:
-        return said
-    layers = len(model.layers)
-    count = load_kv_scales(model, source) if isinstance(source, SafetensorsSource) else 0
-    if count == layers:
-        return f"{said}; scales of the checkpoint"
-    missing = (
-        f"the checkpoint has no scales for {'the' if not count else layers - count} KV cache"
-        f"{'' if not count else ' layers'}: 1.0, what is beyond 448 is cut off"
-    )
-    logger.warning("--kv-cache-dtype %s: %s", name, missing)
-    return f"{said}; {missing}"
 
 
 def _what_groups_there_are(
@@ -218,6 +196,9 @@ def _weight_bytes(
         size += rounding.bytes_of(*shape)
     elif tied and model.device == "cpu" and not shared:
         size += math.prod(shape) * dtype.itemsize
+    if shared and model.device != "cpu":  # rows come from an expanded copy
+        packed = 0 if tied else source.bytes_packed({"embed.weight": shape}, dtype)
+        size += math.prod(shape) * dtype.itemsize - packed
     return size, of_layers
 
 
