@@ -60,17 +60,15 @@ class Packed:
 
         self._check_shape(tensors.get("weight_shape"), (out_features, in_features))
         group = self.group or in_features
-        codes = unpack(tensors["weight_packed"].T, self.bits, in_features)
+        codes = unpack(tensors["weight_packed"], self.bits, in_features)
         order = self._order(tensors.get("weight_g_idx"), group)
-        codes = codes if order is None else codes[order]
+        codes = codes if order is None else codes[:, order]
         zero, zeros = 1 << (self.bits - 1), None
         if not self.symmetric:
-            stored = unpack(tensors["weight_zero_point"], self.bits, out_features)
-            zero, zeros = common_zero(stored)
+            stored = unpack(tensors["weight_zero_point"].T, self.bits, out_features)
+            zero, zeros = common_zero(stored.T)
         scales = stored_scales(tensors["weight_scale"]).contiguous()
-        return QuantizedWeight(
-            codes.T.contiguous(), scales, None, self.bits, group, zero, zeros, order
-        )
+        return QuantizedWeight(codes, scales, None, self.bits, group, zero, zeros, order)
 
     def _order(self, g_idx: Tensor | None, group: int) -> Tensor | None:
         """-1 throughout stands for no order."""
@@ -100,10 +98,10 @@ class Packed:
             codes = codes[:, inverse]
             tensors["weight_g_idx"] = (torch.arange(inputs, device=device) // group)[inverse].int()
         if not self.symmetric:
-            tensors["weight_zero_point"] = pack(zeros, self.bits)
+            tensors["weight_zero_point"] = pack(zeros.T, self.bits).T.contiguous()
         elif not bool((zeros == 1 << (self.bits - 1)).all()):
             raise ValueError(f"a symmetric format has only the zero {1 << (self.bits - 1)}")
-        tensors["weight_packed"] = pack(codes.T, self.bits).T.contiguous()
+        tensors["weight_packed"] = pack(codes, self.bits)
         tensors["weight_shape"] = torch.tensor([outputs, inputs], device=device)
         return tensors
 

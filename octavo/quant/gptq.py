@@ -70,19 +70,17 @@ class GPTQ:
         from octavo.ops.weights import QuantizedWeight
 
         group = self.group or in_features
-        codes = unpack(tensors["qweight"], self.bits, in_features)
+        codes = unpack(tensors["qweight"].T, self.bits, in_features)
         order = None
         if "g_idx" in tensors:
             order = input_order(tensors["g_idx"], group)
-            codes = codes if order is None else codes[order]
-        zero, zeros = self._zeros(tensors["qzeros"].T, out_features)
+            codes = codes if order is None else codes[:, order]
+        zero, zeros = self._zeros(tensors["qzeros"], out_features)
         scales = stored_scales(tensors["scales"]).T.contiguous()
-        return QuantizedWeight(
-            codes.T.contiguous(), scales, None, self.bits, group, zero, zeros, order
-        )
+        return QuantizedWeight(codes, scales, None, self.bits, group, zero, zeros, order)
 
     def _zeros(self, words: Tensor, outputs: int) -> tuple[int, Tensor | None]:
-        """words: int32 [out * bits / 32, groups]. The zero of all groups, or 0 and each one's own.
+        """words: int32 [groups, out * bits / 32]. The zero of all groups, or 0 and each one's own.
 
         A symmetric quantizer's zeros are all 2^(bits - 1), so that what is stored tells the version
         by itself. Files are about whose field is absent or wrong; they are taken for what they
@@ -102,7 +100,7 @@ class GPTQ:
             stored = stored + 1 & 7
         elif not is_v2:
             stored = unpack(words + _ONES[self.bits], self.bits, outputs)
-        return common_zero(stored)
+        return common_zero(stored.T)
 
     def bytes_of(self, out_features: int, in_features: int) -> int:
         groups = in_features // (self.group or in_features)
@@ -125,8 +123,8 @@ class GPTQ:
             inverse = weight.order.argsort()
             codes, places = codes[:, inverse], places[inverse]
         return {
-            "qweight": pack(codes.T, self.bits),
-            "qzeros": pack(zeros, self.bits).T.contiguous(),
+            "qweight": pack(codes, self.bits).T.contiguous(),
+            "qzeros": pack(zeros.T, self.bits),
             "scales": scales.T.contiguous(),
             "g_idx": places,
         }

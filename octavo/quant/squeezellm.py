@@ -54,7 +54,7 @@ class SqueezeLLM:
     ) -> TableWeight:
         from octavo.ops.weights import TableWeight
 
-        codes = unpack(tensors["qweight"], self.bits, in_features).T.contiguous()
+        codes = unpack(tensors["qweight"].T, self.bits, in_features)
         table = tensors["lookup_table"].float()
         check_finite(table, "lookup_table")
         outliers = _outliers(tensors, out_features, in_features)
@@ -68,7 +68,8 @@ class SqueezeLLM:
         """The inverse of ``read``. Raises ValueError for a weight that the format cannot hold."""
         if weight.bits != self.bits or weight.table.dim() != 2 or weight.scales is not None:
             raise ValueError(f"only codes of {self.bits} bits with a table for each output")
-        tensors = {"qweight": pack(weight.codes.T, self.bits), "lookup_table": weight.table}
+        words = pack(weight.codes, self.bits)
+        tensors = {"qweight": words.T.contiguous(), "lookup_table": weight.table}
         if weight.outliers is not None:
             found = weight.outliers
             tensors |= {"rows": found.starts, "cols": found.columns, "vals": found.values}

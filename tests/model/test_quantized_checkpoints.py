@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.config import ModelConfig
 from octavo.model.loader.load import open_source
+from octavo.ops.float8 import quantize_float8
 from octavo.ops.native import library
 from octavo.types import ConfigError
 from tests.model.quantized_checkpoints import KINDS, in_format, of_gptq
@@ -187,3 +188,47 @@ def test_dummy_weights_in_the_format_of_the_config(checkpoints: Any, tmp_path: P
     model = load(path, "bfloat16", load_format="dummy")
     assert model.quantization == "gptq" and all_logits(model, IDS).isfinite().all()
     assert model.linear_bytes < 0.35 * load(path.parent / "dense", "bfloat16").linear_bytes
+
+
+@pytest.mark.parametrize("kind", ("gptq 4 bits", "fp8 by channel", "w8a8 int8", "llm.int8"))
+def test_torchs_files_hold_quantized_tensors_too(
+    kind: str, checkpoints: Any, tmp_path: Path
+) -> None:
+    path, _ = in_format(checkpoints("Llama"), KINDS[kind], tmp_path)
+    expected = all_logits(load(path), IDS)
+    file = path / "model.safetensors"
+    torch.save(load_file(file), path / "pytorch_model.bin")
+    file.unlink()
+    assert torch.equal(all_logits(load(path), IDS), expected)
+
+
+def test_squeezellms_own_files(checkpoints: Any, tmp_path: Path) -> None:
+    """Their name, the bits in quant_config.json, and counts of outliers among the tensors."""
+    path, _ = in_format(checkpoints("Llama"), KINDS["squeezellm 4 bits, sparse"], tmp_path)
+    expected = all_logits(load(path), IDS)
+    file = path / "model.safetensors"
+    counts = {"sparse_threshold.model.layers.0.mlp.up_proj": 7}
+    torch.save({**load_file(file), **counts}, path / "sq-tiny-w4-s45.pt")
+    file.unlink()
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "quant_config.json").write_text(json.dumps({"wbits": 4}))
+    assert torch.equal(all_logits(load(path), IDS), expected)
+
+
+def test_fused_projections_with_a_scale_for_each(checkpoints: Any, tmp_path: Path) -> None:
+    """Phi-3 in FP8: three scales of qkv_proj, two of gate_up_proj."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+    path, dense = in_format(checkpoints("Phi3", **sizes), KINDS["fp8 by tensor"], tmp_path)
+    tensors, exact = load_file(path / "model.safetensors"), load_file(dense / "model.safetensors")
+    for name in [name for name in exact if "qkv_proj" in name or "gate_up_proj" in name]:
+        parts = exact[name].split((96, 32, 32) if "qkv" in name else (160, 160))
+        rounded = [quantize_float8(part * (n + 1), (0, 0)) for n, part in enumerate(parts)]
+        tensors[name] = torch.cat([part.values.view(torch.uint8) for part in rounded])
+        tensors[name] = tensors[name].view(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.cat([part.scales.flatten() for part in rounded])
+        exact[name] = torch.cat([part.dense() for part in rounded])
+    save_file(tensors, path / "model.safetensors")
+    save_file(exact, dense / "model.safetensors")
+    assert error(all_logits(load(path), IDS), all_logits(load(dense), IDS)) < 1e-5
