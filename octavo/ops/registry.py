@@ -49,6 +49,8 @@ _BY_DEVICE: dict[str, tuple[str, ...]] = {
         "octavo.ops.triton.linear",
         "octavo.ops.triton.fixed_linear",
         "octavo.ops.triton.weight_only",
+        "octavo.ops.triton.float8",
+        "octavo.ops.triton.int8",
         "octavo.ops.triton.embedding",
         "octavo.ops.triton.blocks",
         "octavo.ops.triton.attention",

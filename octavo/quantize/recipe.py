@@ -76,7 +76,7 @@ class Recipe:
             raise ConfigError(f"--bits {bits}: {where} has {allowed}")
         if self.group is not None and not kind.groups:
             raise ConfigError(f"--group-size {self.group}: {where} has no groups to choose")
-        if self.group is not None and self.group % 4:
+        if self.group and self.group > 0 and self.group % 4:
             raise ConfigError(f"--group-size {self.group}: must be a multiple of 4, or -1")
         symmetric = kind.symmetric if self.symmetric is None else self.symmetric
         if symmetric and not kind.symmetric:

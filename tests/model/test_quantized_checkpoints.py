@@ -17,7 +17,7 @@ from octavo.config import ModelConfig
 from octavo.model.loader.load import open_source
 from octavo.ops.native import library
 from octavo.types import ConfigError
-from tests.model.quantized_checkpoints import KINDS, in_format
+from tests.model.quantized_checkpoints import KINDS, in_format, of_gptq
 from tests.model.running import all_logits, load, random_ids, write_checkpoint
 
 pytestmark = [
@@ -66,7 +66,10 @@ def test_logits_are_the_dense_models_of_the_same_numbers(
     assert half.linear_bytes < (bits + 1.4 + tables) / 16 * dense_bytes
 
 
-SOME = ("gptq 4 bits", "gptq act-order", "awq", "fp8 by tensor", "nf4", "squeezellm 4 bits, sparse")
+SOME = (
+    *("gptq 4 bits", "gptq 3 bits", "gptq act-order", "awq", "w4a16", "w8a8 int8", "fp8 by tensor"),
+    *("fp8 by block", "nf4", "llm.int8", "squeezellm 3 bits", "squeezellm 4 bits, sparse"),
+)
 
 
 @pytest.mark.parametrize("kind", SOME)
@@ -103,6 +106,25 @@ def test_the_loader_gives_the_weight_that_was_written(
         dense = stored[f"model.layers.1.{theirs}.weight"]
         found = source.fetch(f"layers.1.{ours}.weight", tuple(dense.shape), torch.float32)()
         assert torch.equal(found.dense(), KINDS[kind].round(dense).dense())
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("stored", ("gptq", "gptq_v2"))
+@pytest.mark.parametrize("said", ("gptq", "gptq_v2", None))
+def test_zeros_of_gptq_whatever_the_config_says(
+    bits: int, stored: str, said: str | None, checkpoints: Any, tmp_path: Path
+) -> None:
+    """T48: symmetric zeros are the middle whether they are stored minus one or not; a field that
+    says otherwise is told at start."""
+    kind = of_gptq(bits, 32, True, version=stored)
+    path, dense = in_format(checkpoints("Llama"), kind, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["checkpoint_format"] = said
+    (path / "config.json").write_text(json.dumps(config))
+    model = load(path)
+    assert error(all_logits(model, IDS), all_logits(load(dense), IDS)) < 1e-5
+    told = "zero points are stored" in model.reasons.get("checkpoint", "")
+    assert told == ((said or "gptq") != stored)
 
 
 def test_biases_of_zeros_that_the_model_has_not_are_left_out(

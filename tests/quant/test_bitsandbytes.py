@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +14,10 @@ from octavo.quant.bitsandbytes import TABLES, EightBit, FourBit, config
 from octavo.quant.scheme import read_scheme
 from octavo.types import ConfigError
 from tests.quant import slow_readers
-from tests.quant.stored import declared, equal
+from tests.quant.stored import declared, decoded, equal, vectors
 
-# Made by make_bitsandbytes.py beside it.
-VECTORS = json.loads((Path(__file__).parent / "vectors" / "bitsandbytes.json").read_text())
+VECTORS = vectors("bitsandbytes")
 UP = "model.layers.0.mlp.up_proj"
-
-
-def decoded(stored: dict[str, Any]) -> torch.Tensor:
-    array = np.frombuffer(base64.b64decode(stored["base64"]), stored["dtype"])
-    return torch.from_numpy(array.copy()).view(stored["shape"])
 
 
 @pytest.mark.parametrize("case", VECTORS["four_bit"])

@@ -14,7 +14,7 @@ from octavo.quant.fp8 import FP8
 from octavo.quant.scheme import read_scheme
 from octavo.types import ConfigError
 from tests.quant import slow_readers
-from tests.quant.stored import declared, equal, numbers, words
+from tests.quant.stored import declared, decoded, equal, numbers, vectors, words
 
 NAME = "compressed-tensors"
 UP = "model.layers.0.mlp.up_proj"
@@ -71,6 +71,32 @@ def test_packed_weights(
     if outputs * bits % 32 == inputs * bits % 32 == 0:
         assert set(written) == set(tensors)
         assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+VECTORS = vectors("compressed_tensors")
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        (layout, case)
+        for layout in ("pack-quantized", "naive-quantized")
+        for case in VECTORS[layout]
+    ],
+)
+def test_weights_mean_what_their_own_package_says(layout: str, case: dict) -> None:
+    """And are written as it writes them, but that its scales are in FP32."""
+    group = {"targets": ["Linear"], "weights": case["weights"]}
+    scheme = scheme_of(format=layout, config_groups={"group_0": group})
+    format, dense = scheme.format_of(UP), decoded(case["dense"])
+    tensors = {name: decoded(stored) for name, stored in case["tensors"].items()}
+    declared(format, tensors, *dense.shape)
+    weight = format.read(tensors, *dense.shape)
+    equal(weight.dense(), dense.numpy())
+    written = format.write(weight)
+    assert set(written) == set(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(written[name].float(), tensor.float()), name
 
 
 def test_a_word_packed_by_hand() -> None:

@@ -60,7 +60,7 @@ def test_a_written_checkpoint_holds_what_was_made(
         if made is not None and recipe.format != "awq":  # whose matrices are scaled
             error = (found[name] - weight).norm() / weight.norm()
             assert 0 < float(error) < furthest, name
-    assert outcome.after < 0.6 * outcome.before
+    assert outcome.after < 0.65 * outcome.before
     assert load_tokenizer(output).encode("a b") == load_tokenizer(path).encode("a b")
     ids = random_ids(40)
     logits, dense = all_logits(load(output), ids), all_logits(load(path), ids)
@@ -151,13 +151,13 @@ def test_shards_are_read_by_the_formats_own_library(tmp_path: Path) -> None:
         "c": torch.randn(10, 10, generator=generator).to(torch.float8_e4m3fn),
         "d": torch.randint(0, 9, (25, 10), generator=generator),
     }
-    writer = CheckpointWriter(tmp_path, largest=2100)
+    writer = CheckpointWriter(tmp_path, largest=2200)
     for name, tensor in tensors.items():
         writer.add(name, tensor)
     with pytest.raises(ValueError, match="twice"):
         writer.add("a", tensors["a"])
     names = [file.name for file in writer.finish()]
-    assert names == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert names == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(tensors)
     assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in tensors.values())

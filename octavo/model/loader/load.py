@@ -196,6 +196,9 @@ def _weight_bytes(
         size += rounding.bytes_of(*shape)
     elif tied and model.device == "cpu" and not shared:
         size += math.prod(shape) * dtype.itemsize
+    if shared and model.device != "cpu":  # rows come from an expanded copy
+        packed = 0 if tied else source.bytes_packed({"embed.weight": shape}, dtype)
+        size += math.prod(shape) * dtype.itemsize - packed
     return size, of_layers
 
 

@@ -64,3 +64,14 @@ def _gemv_rule(layout: Layout, n: int, silu: bool) -> PackedPlan:
         return PackedPlan("gemv", 2 if silu else 4, block_k, 2 if silu else 4)
     wide = layout.columns >= 512
     return PackedPlan("gemv", 2 if silu else 4, 256 if wide else 128, 2 if wide else 1)
+
+
+def rounded_plan(
+    layout: Layout, n: int, epilogue: Epilogue, rows: int, hopper: bool
+) -> PackedPlan:
+    """The plan of products of weights and inputs of 8 bits."""
+    tiles = -(-n // 64)
+    if epilogue == "silu_mul" and rows > 32 and tiles >= 2 * PROCESSORS:
+        return PackedPlan("skinny", 128, 128, 4, 4 if hopper else 2)
+    splits = 2 if tiles < PROCESSORS and layout.inputs >= 2048 and rows > 16 else 1
+    return PackedPlan("skinny", 64, 256, 4, (6 if rows <= 16 else 4) if hopper else 2, splits)

@@ -85,6 +85,8 @@ def multiply(
                 x = tl.load(x_tiles + inputs, mask=x_rows & (inputs < INPUTS), other=0.0)
             else:
                 x = tl.load(x_tiles + inputs, mask=x_rows, other=0.0)
+            if not NATIVE and x.dtype.primitive_bitwidth == 8:  # interpreted: it lacks such products
+                x = x.to(tl.float32)
             if field % SHARED == 0:
                 if GROUPED:
                     group = (step * (BLOCK_W * FIELDS) + field * WIDTH) // GROUP

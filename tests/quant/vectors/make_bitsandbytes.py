@@ -1,12 +1,11 @@
 """Writes bitsandbytes.json: what bitsandbytes' CPU functions make of random matrices, and what they
 take it for. Needs bitsandbytes, which octavo does not; run by hand:
 
-    python tests/quant/vectors/make_bitsandbytes.py
+    python -m tests.quant.vectors.make_bitsandbytes
 """
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,10 @@ from typing import Any
 import bitsandbytes
 import torch
 from bitsandbytes import functional
-from torch import Tensor
+
+from tests.quant.stored import encoded
 
 SHAPES = (((4, 64), 64), ((3, 36), 64), ((2, 128), 128), ((5, 9), 64))  # and blocks
-
-
-def encoded(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "base64": base64.b64encode(tensor.contiguous().numpy().tobytes()).decode(),
-    }
 
 
 def four_bit(kind: str, nested: bool, shape: tuple[int, int], block: int) -> dict[str, Any]:
