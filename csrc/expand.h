@@ -181,7 +181,7 @@ void expand_block(const OctavoLinear& linear, const ExpandedLayout& layout, cons
 // What expands the weights of a linear.
 template <class Isa, class Coding>
 ExpandBlock* with_scales(const OctavoLinear& linear) {
-  if (!linear.group) return expand_block<Isa, Coding, false, false>;
+  if (!linear.group || linear.scales_sums) return expand_block<Isa, Coding, false, false>;
   if (linear.has_minimums || linear.has_zeros) return expand_block<Isa, Coding, true, true>;
   return expand_block<Isa, Coding, true, false>;
 }

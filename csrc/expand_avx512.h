@@ -62,9 +62,6 @@ struct Expand16 : Avx512 {
   static OCTAVO_INLINE Vec e5m2(const char* from) {
     return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen(from)), 8));
   }
-  static OCTAVO_INLINE Vec load_halves(const uint16_t* from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  }
   // Each of 8 numbers twice.
   static OCTAVO_INLINE Vec twice(const float* from) {
     const Vec eight = _mm512_castps256_ps512(_mm256_loadu_ps(from));

@@ -10,7 +10,8 @@
 // word. So they become vectors of neighbours by a shift each. Of 3 bits the lower two lie so, and
 // after those of the block the third ones.
 //
-// Tables of lanes for BF16 without scales of groups are in BF16, and words have 16 bits.
+// Where numbers are looked up in BF16, as they need no scale then, words have 16 bits; tables of
+// lanes are in BF16, too.
 #pragma once
 
 #include "linear.h"
@@ -22,7 +23,7 @@ struct ExpandedLayout {
   int64_t groups, block;                         // bytes of a block
   int64_t scale;                                 // bytes of one
   int64_t scales, minimums, zeros, tables, end;  // where in a panel they begin
-  bool paired, narrow;                           // for BF16; tables are in BF16
+  bool paired, narrow;                           // for BF16; looked up in BF16
 };
 
 // Writes a panel's block `index` as a dense one, of the element type.
@@ -41,7 +42,8 @@ inline ExpandedLayout expanded_layout(const OctavoLinear& linear) {
   ExpandedLayout to;
   to.paired = linear.element == OCTAVO_BF16;
   to.groups = linear.group ? num_groups(linear) : 0;
-  to.narrow = to.paired && linear.coding == OCTAVO_TABLES && !to.groups;
+  to.narrow = to.paired && (!to.groups || linear.scales_sums) &&
+              (linear.coding == OCTAVO_TABLE || linear.coding == OCTAVO_TABLES);
   to.block = kBlockCodes * linear.bits / 8;
   to.scale = linear.wide_scales ? sizeof(float) : sizeof(uint16_t);
   const int64_t numbers = to.groups * kPanel;

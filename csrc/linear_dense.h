@@ -48,13 +48,6 @@ class Dense {
   int64_t block() const { return chunk(); }
   int64_t panel_bytes() const { return panel_bytes_; }
   const char* panel(int64_t i) const { return weights_ + i * panel_bytes_; }
-  // The same whose panels are all this one.
-  Dense with_panel(const char* weights) const {
-    Dense other(*this);
-    other.weights_ = weights;
-    other.panel_bytes_ = 0;
-    return other;
-  }
 
   void multiply_rows(int64_t begin, int64_t end, int64_t panel_index) const {
     multiply_tiles(*this, begin, end, panel_index);

@@ -11,6 +11,7 @@ namespace {
 
 struct Dense8 : Fp32<Avx2> {
   static Operand one_input(const Element*) { return set(0.0f); }  // there is no odd one
+  static Vec load_halves(const uint16_t* from) { return Expand8::load_halves(from); }
 };
 
 }  // namespace

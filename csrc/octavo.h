@@ -188,6 +188,8 @@ struct OctavoLinear {
   int64_t has_zeros;     // of groups, beside scales and without minimums
   const int32_t* order;  // [inputs]: input order[i] stands at place i; null: each at its own
   int64_t coding;        // of expanded weights; 0 for others
+  int64_t scales_sums;   // scales of groups, of whole blocks of 32 inputs and without minimums and
+                         // zeros, multiply sums of expanded weights, not these
   const float* table;    // [2^bits], with OCTAVO_TABLE
   const float* lane_scales;        // [panels][32]: of sums of expanded weights; null for none
   const OctavoOutliers* outliers;  // of expanded weights; null for none

@@ -72,6 +72,9 @@ struct Avx512 {
     const __m256i elements = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     return firsts(_mm512_cvtepu16_epi32(elements));
   }
+  static Vec load_halves(const uint16_t* x) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  }
   // To the nearest, ties to even; what is no number stays none.
   static void store(bf16* x, Vec v) {
     const Bits bits = _mm512_castps_si512(v);

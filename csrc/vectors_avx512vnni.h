@@ -38,9 +38,6 @@ struct Vnni : Avx512 {
     return set_ints(four);
   }
   static OCTAVO_INLINE Vec floats(Ints ints) { return _mm512_cvtepi32_ps(ints); }
-  static OCTAVO_INLINE Vec load_halves(const uint16_t* from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  }
 };
 
 }  // namespace

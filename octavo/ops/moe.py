@@ -2,25 +2,29 @@
 
 The experts are made once from their weights and called many times, as linears are:
 ``version.call(gate_up, down, activation, ...)`` gives ``apply(x, ids, weights, other=None)``. Their
-weights come as one tensor, or as a list of each one's, which a version may empty as it packs them.
+weights come as one tensor, or as a list of each one's, of any kind (ops/weights.py), which a
+version may empty as it packs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops.linear import silu_mul
+from octavo.ops.linear import Apply, silu_mul
 from octavo.ops.registry import register
 from octavo.ops.routing import Routing
+from octavo.ops.weights import Weight
 
 Activation = Literal["silu_mul", "swiglu_clamped"]
 ApplyExperts = Callable[..., Tensor]
-OfExperts = Tensor | list[Tensor]
+OfExperts = Tensor | list[Any]  # a Weight of each
+# (weights, bias, epilogue) -> apply, as ``linear`` but of weights of any kind.
+MakeLinear = Callable[..., Apply]
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 
@@ -67,13 +71,16 @@ def experts(
     activation: Activation = "silu_mul",
     gate_up_bias: OfExperts | None = None,
     down_bias: OfExperts | None = None,
+    linear: MakeLinear | None = None,
 ) -> ApplyExperts:
     """y = sum over k of weight_k * down_k(activation(gate_k(x), up_k(x))), then + other.
 
     gate_up: [E, 2m, h], each expert's gate projection, then its up projection; down: [E, h, m];
     their biases: [E, 2m] and [E, h]. x: [T, h]; ids: int32 [T, k], -1 for none; weights: FP32
     [T, k]; other: [T, h], which a version may write its result over. y: [T, h], zeros (or other)
-    for a token without experts. Raises ValueError for weights that do not belong together.
+    for a token without experts. linear: what a version makes linears of quantized weights by, if it
+    has no kernels of its own for them; the definition expands them at each call. Raises ValueError
+    for weights that do not belong together.
     """
     check_shapes(gate_up, down, gate_up_bias, down_bias)
     activate = silu_mul if activation == "silu_mul" else swiglu_clamped
@@ -87,12 +94,16 @@ def experts(
             tokens, places = (ids == expert).nonzero(as_tuple=True)
             up_bias = None if gate_up_bias is None else gate_up_bias[expert]
             bias = None if down_bias is None else down_bias[expert]
-            inner = activate(F.linear(x[tokens], gate_up[expert], up_bias))
-            part = F.linear(inner, down[expert], bias).to(wide)
+            inner = activate(F.linear(x[tokens], _dense(gate_up[expert], x.dtype), up_bias))
+            part = F.linear(inner, _dense(down[expert], x.dtype), bias).to(wide)
             y.index_add_(0, tokens, part * weights[tokens, places, None])
         return (y if other is None else y + other).to(x.dtype)
 
     return apply
+
+
+def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dense().to(dtype)
 
 
 def check_shapes(

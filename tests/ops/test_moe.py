@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from octavo.ops import moe, registry
+from octavo.ops.float8 import quantize_float8
+from octavo.ops.quantized import quantize
 from octavo.ops.routing import Routing
+from octavo.ops.tables import NF4, quantize_table
+from octavo.quant.multiply import LinearVersions
 from tests.ops.comparing import assert_close, randn
 from tests.ops.moe_cases import DEEPSEEK_V3, ROUTINGS, Weights, random_choice
 
@@ -147,6 +152,44 @@ def test_lists_of_experts_are_as_one_tensor():
     assert torch.equal(found, w.made(moe.experts)(x, ids, weights))
     with pytest.raises(ValueError, match="experts of different shapes"):
         moe.experts(list(w.gate_up), [*w.down[:3], w.down[0][:4]])
+
+
+QUANTIZED_EXPERTS = {
+    "QuantizedWeight": lambda weight: quantize(weight, 16),
+    "TableWeight": lambda weight: quantize_table(weight, NF4, 16),
+    "Float8Weight": lambda weight: quantize_float8(weight, (1, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_EXPERTS)
+@pytest.mark.parametrize("activation", ("silu_mul", "swiglu_clamped"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_quantized_experts_are_those_they_stand_for(dtype, activation, kind):
+    """In every version on a CPU. Inputs of QuantizedWeight are rounded to 8 bits there."""
+    make = QUANTIZED_EXPERTS[kind]
+    w = Weights.random(5, 64, 48, torch.float32, activation, bias=True)
+    gate_up, down = ([make(one) for one in weights] for weights in (w.gate_up, w.down))
+    dense = [torch.stack([one.dense() for one in some]) for some in (gate_up, down)]
+    wide = replace(w, gate_up=dense[0], down=dense[1])
+    x, (ids, weights) = randn(11, 64).to(dtype), random_choice(11, 5, 2)
+    expected = wide.expected(x, ids, weights, None)
+    multiply = LinearVersions(None, "cpu", dtype).multiplier
+    for version in registry.versions("moe_experts"):
+        if not version.available("cpu", dtype):
+            continue
+        biases = [bias.to(dtype) for bias in w.biases]
+        made = version.call(list(gate_up), list(down), activation, *biases, linear=multiply)
+        error = (made(x, ids, weights) - expected).abs().max() / expected.abs().max()
+        rounded = kind == "QuantizedWeight" and version.name == "native"
+        assert error < (0.03 if rounded else 4 * torch.finfo(dtype).eps), version.name
+
+
+def test_quantized_experts_need_what_makes_linears_of_them():
+    down = [quantize(torch.ones(4, 8), 8)]
+    for version in FAST:
+        if version.available("cpu", torch.float32):
+            with pytest.raises(ValueError, match="experts of QuantizedWeight without"):
+                version.call([quantize(torch.ones(16, 4), 4)], down)
 
 
 def test_a_token_without_experts_gives_zeros():

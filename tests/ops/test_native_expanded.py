@@ -218,7 +218,7 @@ def test_projections_are_fused(dtype, make, epilogue):
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_rows_are_those_of_the_expanded_weight_exactly(dtype, make):
-    """Tables of each output are kept in the type of x, if groups have no scales."""
+    """Tables of each output are kept in the type of x."""
     ids = torch.tensor([0, 69, 3, 3, 31, 32, 68, 1])
     for inputs in (57, 300):
         some = make(70, inputs, 1)

@@ -37,6 +37,7 @@ EXPANDED: dict[torch.dtype, Kernels] = {
     ),
 }
 _TABLE, _TABLES, _BYTES, _E4M3, _E5M2 = range(1, 6)  # csrc/octavo.h
+_BLOCK = 32  # inputs
 _E4M3_UNIT = 256.0  # its numbers are expanded 2^8 too small
 
 
@@ -71,6 +72,16 @@ class _Coded:
     is_narrow: bool = True
     order: Tensor | None = None
     outliers: Outliers | None = None
+
+    @property
+    def is_scaled_alone(self) -> bool:
+        """Whether scales are all that follows the codes' numbers."""
+        return self.zeros is None and self.minimums is None
+
+    @property
+    def is_exact(self) -> bool:
+        """And BF16 holds those."""
+        return self.is_narrow and self.is_scaled_alone
 
     def rows(self, part: slice) -> dict[str, Tensor]:
         """Of some outputs, in memory as they are packed from."""
@@ -129,21 +140,17 @@ def _of_float8(weight: Float8Weight) -> _Coded:
     return _Coded(codes, coding, 8, group or inputs, scales)
 
 
-def _is_exact(coded: _Coded) -> bool:
-    """Whether what is expanded are numbers that BF16 holds, and scales all that follows."""
-    return coded.is_narrow and coded.zeros is None and coded.minimums is None
-
-
 def _available(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and preferred(EXPANDED.get(dtype, ())) is not None
 
 
 @register("weight_only_linear", "native", _available, tolerance=2.0, batch_invariant="yes")
 class NativeWeightOnlyLinear(Packed):
-    """With inputs in BF16 the weights are rounded to BF16 as they are expanded, as a dense weight
-    would be; but a scale that all inputs of an output share is multiplied to its sum, in FP32, so
-    that FP8 of such scales and even grids are not rounded at all. Tables of each output are kept in
-    BF16 then, where groups have no scales. Sums and ``logits`` are in FP32."""
+    """Sums and ``logits`` are in FP32. With inputs in BF16 what is multiplied is BF16, too: what
+    codes stand for (exactly, but for tables of other numbers: NF4's, those of each output, which
+    are kept in BF16), where their scales can multiply sums. Where they cannot, it is the scaled
+    weight, rounded as a dense one would be: with AMX, minimums, zeros, or groups that are no
+    multiple of 32 inputs. One scale of all inputs always multiplies the sum, but a table's."""
 
     def __init__(
         self, weights: Sequence[Weight], bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
@@ -160,7 +167,7 @@ class NativeWeightOnlyLinear(Packed):
         halves = epilogue == "silu_mul"
         sizes = [total // 2] * 2 if halves else [total]
         super().__init__(sizes, inputs, bias, epilogue, dtype, kernel)
-        if coded.scales is not None and _is_exact(coded) and coded.group >= inputs:
+        if coded.scales is not None and coded.is_exact and coded.group >= inputs:
             self._lane_scales = by_lane(coded.scales[:, 0], self._outputs, halves)
             self._linear.lane_scales = self._lane_scales.data_ptr()
             coded = replace(coded, scales=None, group=0)
@@ -181,6 +188,9 @@ class NativeWeightOnlyLinear(Packed):
         linear.has_minimums = coded.minimums is not None
         linear.has_zeros = coded.zeros is not None
         linear.wide_scales = scales is not None and scales.dtype == torch.float32
+        # Not in tiles of AMX, which hold sums of all inputs.
+        if self._kernel.endswith("bf16_avx512bf16") and coded.is_scaled_alone:
+            linear.scales_sums = coded.group > 0 and coded.group % _BLOCK == 0
         self._set_order(coded.order)
         if coded.table is not None:
             self._table = coded.table.float().contiguous()

@@ -50,7 +50,7 @@ class _Linear(Structure):
         *((name, c_int64) for name in ("bits", "group", "zero", "has_minimums", "wide_scales")),
         ("has_zeros", c_int64),
         ("order", c_void_p),
-        ("coding", c_int64),
+        *((name, c_int64) for name in ("coding", "scales_sums")),
         *((name, c_void_p) for name in ("table", "lane_scales", "outliers")),
     )
 

@@ -244,6 +244,7 @@ class TritonPagedAttention:
             SOFTCAP=geometry.softcap is not None,
             SINKS=layer.sinks is not None,
             KIND=self.kind,
+            ASM=not launch.INTERPRETED,
             TMA=config.tma,
             ALIKE=config.alike,
             **launch.options(config.warps, num_stages=config.stages),

@@ -26,6 +26,7 @@ from octavo.ops.triton.kept import (
     INT8,
     PLAIN,
     halves_of,
+    in_half,
     in_largest,
     int8_codes,
     int8_scale,
@@ -197,7 +198,9 @@ def _attend_cached(
         keys = first + tl.arange(0, TILE)
         piece, places = key_places(table_ptr, first, last, head, KV_HEADS, BLOCK_SIZE, TILE)
         lines = (piece * PIECE + places * DIM)[:, None]
-        key = tl.load(cache_ptr + lines + d, mask=d < DIM, other=0.0).to(query.dtype)
+        key = tl.load(cache_ptr + lines + d, mask=d < DIM, other=0.0)
+        if KIND != PLAIN:
+            key = in_half(key, KIND, ASM)
         scores = tl.dot(query, tl.trans(key))
         inside = keys <= last
         if KIND == INT8:

@@ -45,6 +45,32 @@ def in_largest(scales, unit):
 
 
 @triton.jit
+def in_half(codes, KIND: tl.constexpr, ASM: tl.constexpr):
+    """A tile of 8-bit numbers in FP16."""
+    if (KIND == INT8) & ASM:  # as _halves_of_int8; conversions of integers are slow
+        found = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 codes, upper, bias;
+            xor.b32 codes, $2, 0x80808080;
+            mov.b32 upper, 0x64646464;
+            mov.b32 bias, 0x64806480;
+            prmt.b32 $0, codes, upper, 0x4140;
+            prmt.b32 $1, codes, upper, 0x4342;
+            sub.rn.f16x2 $0, $0, bias;
+            sub.rn.f16x2 $1, $1, bias;
+            }""",
+            "=&r,=&r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        found = codes.to(tl.float16)
+    return found
+
+
+@triton.jit
 def halves_of(pairs, KIND: tl.constexpr, ASM: tl.constexpr):
     """int16, two neighbouring numbers each: FP16 tensors of the first and of the second ones; of
     E4M3, 2^-8 of their values. (An 8-bit tensor would be read from shared memory byte by byte to
@@ -104,16 +130,14 @@ def _halves_of_int8(pairs, ASM: tl.constexpr):
     if ASM:
         first, second = tl.inline_asm_elementwise(
             """{
-            .reg .b32 low, high, bias;
-            xor.b32 low, $2, 0x80808080;
-            shr.u32 high, low, 8;
-            and.b32 low, low, 0x00ff00ff;
-            and.b32 high, high, 0x00ff00ff;
-            or.b32 low, low, 0x64006400;
-            or.b32 high, high, 0x64006400;
+            .reg .b32 codes, upper, bias;
+            xor.b32 codes, $2, 0x80808080;
+            mov.b32 upper, 0x64646464;
             mov.b32 bias, 0x64806480;
-            sub.rn.f16x2 $0, low, bias;
-            sub.rn.f16x2 $1, high, bias;
+            prmt.b32 $0, codes, upper, 0x4240;
+            prmt.b32 $1, codes, upper, 0x4341;
+            sub.rn.f16x2 $0, $0, bias;
+            sub.rn.f16x2 $1, $1, bias;
             }""",
             "=&r,=&r,r",
             [pairs],

@@ -18,7 +18,7 @@ from octavo.ops.triton.attention_parts import (
     softmax_step,
     visible,
 )
-from octavo.ops.triton.kept import INT8, PLAIN, in_largest
+from octavo.ops.triton.kept import INT8, PLAIN, in_half, in_largest
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _attend(
     scale, inner, highest, total, acc, unit,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    KIND: tl.constexpr, TMA: tl.constexpr,
+    KIND: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Keys start .. end - 1 (``start`` a multiple of TILE). MASKED: some tokens do not see some of
     them, or the context ends within them. TMA: through cache_rows, the cache as rows of d numbers;
@@ -61,7 +61,9 @@ def _attend(
             piece, places = key_places(table, first, last, head, KV_HEADS, BLOCK_SIZE, TILE)
             lines = (piece * PIECE + places * DIM)[:, None]
             key = tl.load(cache_ptr + lines + d, mask=d < DIM, other=0.0)
-        scores = tl.dot(query, tl.trans(key.to(query.dtype)))
+        if KIND != PLAIN:
+            key = in_half(key, KIND, ASM)
+        scores = tl.dot(query, tl.trans(key))
         keys = first + tl.arange(0, TILE)
         if KIND == INT8:
             scales = scale_ptr + (piece * PIECE + BLOCK_SIZE * DIM) // 4 + places
@@ -82,12 +84,14 @@ def _attend(
         if MASKED:
             there = there & (keys <= last)[:, None]
         if TMA:
-            value = cache_rows.load([line + PIECE // DIM, 0]).to(query.dtype)
-            if MASKED:
-                value = tl.where(there, value, 0.0)
+            value = cache_rows.load([line + PIECE // DIM, 0])
         else:
             value = cache_ptr + lines + PIECE + d
-            value = tl.load(value, mask=there, other=0.0).to(query.dtype)
+            value = tl.load(value, mask=there, other=0.0)
+        if KIND != PLAIN:
+            value = in_half(value, KIND, ASM)
+        if TMA and MASKED:
+            value = tl.where(there, value, 0.0)
         acc = tl.dot(weights.to(query.dtype), value, acc)
     return highest, total, acc, unit
 
@@ -102,7 +106,7 @@ def prefill_attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
-    TMA: tl.constexpr, ALIKE: tl.constexpr,
+    ASM: tl.constexpr, TMA: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens // (ROWS // group) + rows, kv heads) for batch rows first_row .. first_row +
     rows - 1; queries, keys and values are final (rope_cache_kernel).
@@ -157,19 +161,20 @@ def prefill_attention_kernel(
         highest, total, acc, unit = _attend(
             query, cache_ptr, cache_rows, scale_ptr, table, low, inside, head, positions, last, d,
             scale, inner, highest, total, acc, unit,
-            KV_HEADS, DIM, BLOCK_SIZE, TILE, 1, WINDOW, True, SOFTCAP, KIND, TMA,
+            KV_HEADS, DIM, BLOCK_SIZE, TILE, 1, WINDOW, True, SOFTCAP, KIND, ASM, TMA,
         )  # fmt: skip
         low = inside
     if not ALIKE:
         highest, total, acc, unit = _attend(
             query, cache_ptr, cache_rows, scale_ptr, table, low, full, head, positions, last, d,
             scale, inner, highest, total, acc, unit,
-            KV_HEADS, DIM, BLOCK_SIZE, TILE, STAGES, WINDOW, False, SOFTCAP, KIND, TMA,
+            KV_HEADS, DIM, BLOCK_SIZE, TILE, STAGES, WINDOW, False, SOFTCAP, KIND, ASM, TMA,
         )  # fmt: skip
     highest, total, acc, unit = _attend(
         query, cache_ptr, cache_rows, scale_ptr, table, full, last + 1, head, positions, last, d,
         scale, inner, highest, total, acc, unit,
-        KV_HEADS, DIM, BLOCK_SIZE, TILE, STAGES if ALIKE else 1, WINDOW, True, SOFTCAP, KIND, TMA,
+        KV_HEADS, DIM, BLOCK_SIZE, TILE, STAGES if ALIKE else 1, WINDOW, True, SOFTCAP, KIND, ASM,
+        TMA,
     )  # fmt: skip
     to = out_ptr + (batch_token * HEADS + query_head) * DIM + d
     heads = head * GROUP + i % GROUP
