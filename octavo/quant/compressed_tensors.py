@@ -97,6 +97,8 @@ def scheme(fields: Fields) -> Scheme:
     return Scheme(
         NAME,
         format_of,
+        # Which early versions of the package store for symmetric weights and inputs too.
+        spare_suffixes=("weight_zero_point", "input_zero_point"),
         kv_scale_suffixes=KV_SCALES,
         kv_cache_scheme=fields.values.get("kv_cache_scheme"),
         notes=notes,

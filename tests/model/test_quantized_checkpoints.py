@@ -142,6 +142,19 @@ def test_biases_of_zeros_that_the_model_has_not_are_left_out(
         load(path)
 
 
+def test_zero_points_of_symmetric_weights_are_left_out(checkpoints: Any, tmp_path: Path) -> None:
+    """Early versions of compressed-tensors write them. Others than zeros are refused."""
+    path, dense = in_format(checkpoints("Llama"), KINDS["w8a8 int8"], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight_zero_point"
+    zeros = torch.zeros(160, 1, dtype=torch.int8)
+    save_file({**tensors, name: zeros}, path / "model.safetensors")
+    assert error(all_logits(load(path), IDS), all_logits(load(dense), IDS)) < 1e-5
+    save_file({**tensors, name: zeros + 1}, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"does not use: {name}"):
+        load(path)
+
+
 BROKEN = {
     "codes of another width": (
         {"qweight": torch.zeros(96 // 4, 96, dtype=torch.int32)},
