@@ -34,6 +34,8 @@ GROUPS: list[Ways] = [
         "BF16 checkpoint, FP32": ("G-bf16", {"dtype": "float32"}),
         "BF16": ("G-bf16", {"dtype": "bfloat16"}),
         "BF16, cache in int8": ("G-bf16", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+        "BF16, cache in E4M3": ("G-bf16", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+        "BF16, cache in E5M2": ("G-bf16", {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"}),
         "int8, BF16": ("G-bf16", {"dtype": "bfloat16", "quantization": "int8"}),
         "int8, FP32": ("G-bf16", {"dtype": "float32", "quantization": "int8"}),
         "int8 in groups of 32, BF16": ("G-bf16", {"dtype": "bfloat16", "group": 32}),

@@ -17,8 +17,8 @@ def flag(default: Any, help: str, *names: str, group: str, **extra: Any) -> Any:
     ``names`` are further spellings (``-tp``). ``extra`` may hold ``choices``, ``kind`` ("bool",
     "int" with 32k / 32K spelling, "bytes", "float", "list", "json", "str"; derived from the type
     when absent), ``metavar``, ``top`` (shown by plain ``--help``), ``minimum`` and ``maximum``
-    (inclusive; checked by ``from_flags``), ``later`` (values that a later version brings) and
-    ``check`` (a function that raises ConfigError for a value it does not like).
+    (inclusive; checked by ``from_flags``) and ``check`` (a function that raises ConfigError for a
+    value it does not like).
     """
     metadata = {"help": help, "names": names, "group": group, **extra}
     if isinstance(default, (list, dict)):
@@ -82,9 +82,6 @@ def _nested(f: Any) -> type:
 def _check_value(f: Any, value: Any) -> None:
     """Raises ConfigError when ``value`` is not one that the field can take."""
     spelling = "--" + f.name.replace("_", "-")
-    if value in f.metadata.get("later", ()):
-        shown = spelling if value is True else f"{spelling} {value}"
-        raise ConfigError(f"{shown}: not in this version")
     choices = f.metadata.get("choices")
     if choices and value is not None and value not in choices:
         raise ConfigError(f"{spelling} {value}: choose from {', '.join(map(str, choices))}")

@@ -41,6 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
     "llm": EVERYBODY | {"engine", "assembly", "frontend", "outputs", "progress", "text"},
     "evaluate": EVERYBODY | {"checkpoint", "text", "model", "worker.device"},
+    "quantize": EVERYBODY | {"checkpoint", "text", "ops", "quant", "model", "evaluate"},
+    "quantize.recipe": EVERYBODY,
     "evaluate.corpus": EVERYBODY,
     "evaluate.report": EVERYBODY,
     "cli": {""},
@@ -69,6 +71,7 @@ WITHOUT_TORCH = {
         "cli",
     ),
     *("model.spec", "model.families", "evaluate.corpus", "evaluate.report"),
+    "quantize.recipe",
 }
 
 

@@ -1,12 +1,12 @@
 """Paged attention on a GPU, kernel by kernel: microseconds a layer, and the share of what memory or
 the tensor cores could do.
 
-    python -m benchmarks.gpu.attention [--sweep]
+    python -m benchmarks.gpu.attention [--sweep] [--kv-cache-dtype fp8]
 
 Random data in shuffled blocks; layers take turns, so that no cache is found in L2; a captured graph
 of them is replayed. Decode: RoPE and the cache write are inside. ``--sweep`` times the candidates
 of every shape and names the best (minutes: each tile size is compiled once). Writes
-benchmarks/results/gpu_attention.json.
+benchmarks/results/gpu_attention.json; with a cache of 8 bits gpu_attention_fp8.json and so on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.report import gpus, save
+from octavo.model.kv_cache import DTYPES
 from octavo.model.rope import Rope
 from octavo.model.spec import RopeSpec
 from octavo.ops import fa3
@@ -92,6 +93,7 @@ class Case:
     layers: list[Layer]
     rows: int
     context: int
+    kv_bytes: int  # of a layer's cache
 
     def decode(self, layer: int, config: DecodeConfig) -> None:
         self.attention.decode(self.qkv, self.layers[layer], self.out, self.step, config)
@@ -130,18 +132,32 @@ def case(
     )
     attention = version(geometry)
     shape = attention.kv_shape(rows * width, block_size)
-    layers = 1 + min(40, L2_BYTES // (torch.Size(shape).numel() * 2)) if new == 1 else 1
-    caches = [
-        Layer(torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator))
-        for _ in range(layers)
-    ]
+    size = torch.Size(shape).numel() * (geometry.cache_dtype or torch.bfloat16).itemsize
+    layers = 1 + min(40, L2_BYTES // size) if new == 1 else 1
     heads = geometry.num_heads + 2 * geometry.num_kv_heads
     qkv = torch.empty(rows * new, heads * geometry.head_dim, dtype=torch.bfloat16, device="cuda")
     qkv.normal_(generator=generator)
     rope = Rope(RopeSpec(500_000.0), geometry.head_dim, context, device="cuda")
     step = attention.prepare(columns, rope, torch.bfloat16)
     out = qkv.new_empty(rows * new, geometry.num_heads * geometry.head_dim)
-    return Case(geometry, attention, step, qkv, out, caches, rows, context)
+    caches = [
+        attention.layer(random_cache(shape, geometry, generator), step) for _ in range(layers)
+    ]
+    return Case(geometry, attention, step, qkv, out, caches, rows, context, size)
+
+
+def random_cache(
+    shape: tuple[int, ...], geometry: AttentionGeometry, generator: torch.Generator
+) -> Tensor:
+    if geometry.cache_dtype == torch.int8:
+        cache = torch.randint(
+            -127, 128, shape, dtype=torch.int8, device="cuda", generator=generator
+        )
+        block_size = shape[-1] // (geometry.head_dim + 4)
+        cache.view(torch.float32)[..., block_size * geometry.head_dim // 4 :] = 0.02
+        return cache
+    wide = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator)
+    return wide.to(geometry.cache_dtype or torch.bfloat16)
 
 
 def microseconds(run: Callable[[int], None], layers: int, seconds: float = 0.1) -> float:
@@ -192,32 +208,36 @@ def best(run: Callable[[int, Any], None], candidates: list[Any], layers: int) ->
     return {"best_us": us, "best": asdict(config)}
 
 
-def decode_figures(rows: int, context: int, block_size: int, sweep: bool) -> dict[str, Any]:
-    made = case(LLAMA, rows, context, 1, block_size)
-    config = decode_config(LLAMA, rows, context)
+def decode_figures(
+    geometry: AttentionGeometry, rows: int, context: int, block_size: int, sweep: bool
+) -> dict[str, Any]:
+    made = case(geometry, rows, context, 1, block_size)
+    config = decode_config(geometry, rows, context)
     layers = len(made.layers)
     us = microseconds(lambda layer: made.decode(layer, config), layers)
-    size = rows * context * LLAMA.num_kv_heads * 2 * LLAMA.head_dim * 2
+    size = made.kv_bytes * context / (-(-context // block_size) * block_size)
     figures = {"rows": rows, "context": context, "us": us, "config": asdict(config)}
     figures |= {
         "share_of_bandwidth": size / (us * 1e-6) / BANDWIDTH,
         "bar_us": DECODE[rows, context],
     }
     if sweep:
-        figures |= best(made.decode, list(decode_candidates(LLAMA, made)), layers)
+        figures |= best(made.decode, list(decode_candidates(geometry, made)), layers)
     return figures
 
 
-def prefill_figures(tokens: int, block_size: int, sweep: bool) -> dict[str, Any]:
-    made = case(LLAMA, 1, tokens, tokens, block_size)
-    config = prefill_config(LLAMA, 1, tokens, block_size, launch.has_pdl())
+def prefill_figures(
+    geometry: AttentionGeometry, tokens: int, block_size: int, sweep: bool
+) -> dict[str, Any]:
+    made = case(geometry, 1, tokens, tokens, block_size)
+    config = prefill_config(geometry, 1, tokens, block_size, launch.has_pdl())
     us = microseconds(lambda layer: made.prefill(layer, config), 1)
-    flops = 2 * tokens * tokens * LLAMA.num_heads * LLAMA.head_dim
+    flops = 2 * tokens * tokens * geometry.num_heads * geometry.head_dim
     figures = {"tokens": tokens, "us": us, "config": asdict(config)}
     figures |= {"tflops": flops / us * 1e-6, "bar_tflops": PREFILL[tokens]}
     figures["rope_cache_us"] = microseconds(made.rope_cache, 1)
-    if fa3.available("cuda", torch.bfloat16):
-        other = case(LLAMA, 1, tokens, tokens, block_size, fa3.FA3PagedAttention)
+    if fa3.available("cuda", torch.bfloat16) and geometry.cache_dtype is None:
+        other = case(geometry, 1, tokens, tokens, block_size, fa3.FA3PagedAttention)
         figures["fa3_tflops"] = flops / microseconds(other.attend_rest, 1) * 1e-6
     if sweep:
         candidates = [c for c in PREFILL_CANDIDATES if not c.tma or block_size >= c.tile]
@@ -235,16 +255,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", *DTYPES), default="auto")
     arguments = parser.parse_args()
     size, sweep = arguments.block_size, arguments.sweep
+    kind = arguments.kv_cache_dtype
+    geometry = replace(LLAMA, cache_dtype=DTYPES.get(kind))
     results: dict[str, Any] = {"gpus": gpus(), "block_size": size, "decode": [], "prefill": []}
     for rows, context in DECODE:
-        results["decode"].append(decode_figures(rows, context, size, sweep))
+        results["decode"].append(decode_figures(geometry, rows, context, size, sweep))
         print("decode ", shown(results["decode"][-1]), flush=True)
     for tokens in PREFILL:
-        results["prefill"].append(prefill_figures(tokens, size, sweep))
+        results["prefill"].append(prefill_figures(geometry, tokens, size, sweep))
         print("prefill", shown(results["prefill"][-1]), flush=True)
-    print("saved as", save("gpu_attention", results))
+    print("saved as", save("gpu_attention" if kind == "auto" else f"gpu_attention_{kind}", results))
 
 
 if __name__ == "__main__":

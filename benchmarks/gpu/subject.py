@@ -77,12 +77,20 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--kept", default="bf16", metavar="WAY", help="how weights are kept")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--profile", metavar="DIR", help="trace each row once more, into DIR")
     options = parser.parse_args()
     shape, names = options.shape, options.rows
     scale, vocabulary = workload.scale_of(shape), workload.vocabulary_of(shape)
-    path = str(workload.model_directory(shape))
+    path = str(workload.model_directory(shape, options.kept))
     settings = {**workload.settings_of(shape), "max_num_seqs": options.max_num_seqs}
+    settings |= {"kv_cache_dtype": options.kv_cache_dtype}
+    if options.kept not in ("bf16", *workload.SCHEMES):
+        settings["quantization"] = options.kept
+    if options.quantize_head:
+        settings["quantize_head"] = True
     if options.deterministic:
         settings["deterministic"] = True
     with closing(LLM(path, **settings)) as llm:
@@ -95,6 +103,8 @@ def main() -> None:
                 "dtype": info.dtype,
                 "block_size": info.block_size,
                 "num_blocks": info.num_blocks,
+                "weight_bytes": info.weight_bytes,
+                "reasons": info.reasons,
                 "max_num_seqs": info.max_num_seqs,
                 "max_num_batched_tokens": info.max_num_batched_tokens,
                 "implementations": info.implementations,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cpu_workload import Work
+from octavo.quant import awq, gptq, squeezellm
 
 SEED = 20261129
 FIRST_ID = 10
@@ -82,6 +83,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+}
+# Of checkpoints; random weights are made in their formats.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "gptq": gptq.config(gptq.GPTQ(4, 128, True)),
+    "gptq-act-order": gptq.config(gptq.GPTQ(4, 128, True), act_order=True),
+    "gptq-3": gptq.config(gptq.GPTQ(3, 128, True)),
+    "gptq-8": gptq.config(gptq.GPTQ(8, 128, True)),
+    "awq": awq.config(awq.AWQ(128)),
+    "squeezellm-3": squeezellm.config(squeezellm.SqueezeLLM(3)),
+    "squeezellm-4": squeezellm.config(squeezellm.SqueezeLLM(4)),
 }
 GPU_SHAPES = ("llama-8b", "qwen3-0.6b")
 
@@ -215,9 +226,12 @@ def settings_of(shape: str) -> dict[str, Any]:
     return {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": length}
 
 
-def model_directory(shape: str) -> Path:
-    """A directory with the shape's config.json."""
-    directory = Path(tempfile.gettempdir()) / "octavo-benchmarks" / shape
+def model_directory(shape: str, scheme: str = "") -> Path:
+    """A directory with the shape's config.json; ``scheme``: one of ``SCHEMES``, or another word."""
+    directory = Path(tempfile.gettempdir()) / "octavo-benchmarks" / f"{shape}-{scheme}"
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(SHAPES[shape], indent=1) + "\n")
+    config = dict(SHAPES[shape])
+    if scheme in SCHEMES:
+        config["quantization_config"] = SCHEMES[scheme]
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return directory

@@ -23,6 +23,7 @@ COMMANDS = {
     "models": ("octavo.cli.models", "what can be served, and what is on this machine"),
     "template-check": ("octavo.cli.template_check", "try a model's chat template"),
     "run-batch": ("octavo.cli.run_batch", "answer a file of requests"),
+    "quantize": ("octavo.cli.quantize", "make a quantized checkpoint, and measure its loss"),
     "eval": ("octavo.cli.eval", "perplexity of a model, and its divergence from another"),
     "bench": ("octavo.cli.bench.main", "measure: serve, throughput, latency, startup"),
     "collect-env": ("octavo.cli.collect_env", "facts about this machine for a bug report"),
@@ -30,7 +31,6 @@ COMMANDS = {
 COMMANDS_OF_LATER_VERSIONS = {
     "plan": "memory planning without a GPU",
     "doctor": "self-diagnosis",
-    "quantize": "quantization",
 }
 
 

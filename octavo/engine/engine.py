@@ -135,7 +135,8 @@ class Engine:
             on_event=self._on_event,
         )
         # Facts of the model that make equal ids mean different KV.
-        facts = (info.model, info.dtype, str(info.kv_cache_bytes // info.num_blocks))
+        kept = config.cache.kv_cache_dtype
+        facts = (info.model, info.dtype, kept, str(info.kv_cache_bytes // info.num_blocks))
         self._root = lru_cache(1024)(lambda salt: root_key(salt, *facts))
 
     # ---- requests ----

@@ -22,8 +22,8 @@ class Reader:
 
     def __init__(self, model: Model, longest: int) -> None:
         self.model = model
-        self._tables = torch.arange(-(-longest // BLOCK), dtype=torch.int32)[None]
-        self._cache = model.allocate_cache(self._tables.shape[1], BLOCK)
+        self.blocks = torch.arange(-(-longest // BLOCK), dtype=torch.int32, device=model.device)
+        self._cache = model.allocate_cache(len(self.blocks), BLOCK)
 
     def hidden(self, ids: Sequence[int]) -> Tensor:
         """Hidden states after the final norm, [len(ids), hidden], in memory of their own."""
@@ -41,7 +41,7 @@ class Reader:
             seq_lens_host=[count],
             query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
             seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
-            block_tables=self._tables.to(device),
+            block_tables=self.blocks[None],
             block_size=BLOCK,
             decode_rows=int(count == 1),
             logit_rows=torch.tensor([count - 1], device=device),

@@ -17,7 +17,7 @@ from octavo.ops.attention import AttentionGeometry, PagedAttention
 from octavo.ops.linear import Epilogue
 
 
-def geometry_of(spec: GQASpec, rounded_cache: bool = False) -> AttentionGeometry:
+def geometry_of(spec: GQASpec, cache_dtype: torch.dtype | None = None) -> AttentionGeometry:
     by_head = spec.qk_norm and spec.qk_norm_over == "head"
     return AttentionGeometry(
         spec.num_heads,
@@ -28,7 +28,7 @@ def geometry_of(spec: GQASpec, rounded_cache: bool = False) -> AttentionGeometry
         softcap=spec.softcap,
         own_scale=spec.scale,
         sinks=spec.sinks,
-        cache_dtype=torch.int8 if rounded_cache else None,
+        cache_dtype=cache_dtype,
     )
 
 
@@ -47,7 +47,7 @@ class Attention:
     ) -> None:
         self.prefix = prefix
         self.spec = spec
-        self.key = StateKey(geometry_of(spec, states.rounded_cache), spec.rope, spec.head_dim)
+        self.key = StateKey(geometry_of(spec, states.cache_dtype), spec.rope, spec.head_dim)
         self.operation: PagedAttention = states.use("paged_attention", self.key)
         self.widths = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
         width, kv_width = self.widths
@@ -61,6 +61,7 @@ class Attention:
         )
         self.qk_weight: Tensor | None = None  # [heads + kv_heads, d], of a norm of each head
         self.sinks: Tensor | None = None  # FP32 [heads]
+        self.kv_scales: Tensor | None = None  # FP32 [2, kv_heads], of a cache in FP8
         self.qk_norms: list[Norm] = []  # of projections
         if spec.qk_norm and spec.qk_norm_over == "projection":
             self.qk_norms = [
@@ -121,4 +122,4 @@ class Attention:
             query, key, value = qkv.split((width, kv_width, kv_width), dim=1)
             query_norm, key_norm = self.qk_norms
             qkv = torch.cat((query_norm(query), key_norm(key), value), dim=1)
-        return self.operation(qkv, cache, state, self.qk_weight, self.sinks)
+        return self.operation(qkv, cache, state, self.qk_weight, self.sinks, self.kv_scales)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.model import caches
+from octavo.model.attention import Attention
 from octavo.model.batch import ForwardBatch
 from octavo.model.embedding import Embedding
 from octavo.model.layer import Layer, Part
@@ -35,7 +36,7 @@ class Model:
     version chosen for it.
     ``rounding``: what the linears' dense weights become while loading; the embedding's do not, the
     head's where the rounding says so. ``rounds_inputs``: see ``LinearVersions``.
-    ``rounded_cache``: keys and values are kept in int8 (octavo's own CPU kernels alone).
+    ``cache_dtype``: what keys and values are kept in, see ``AttentionGeometry``.
     ``quantization``: how the weights are kept, as in ``--quantization``; None: all are dense.
     ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory;
     ``linear_bytes``: the layers' matrices of it.
@@ -49,7 +50,7 @@ class Model:
         deterministic: bool = False,
         rounding: Rounding | None = None,
         rounds_inputs: bool = True,
-        rounded_cache: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
@@ -60,14 +61,14 @@ class Model:
         if device == "cpu" and (problem := native.problem()):
             self.reasons["cpu kernels"] = problem
         self.weight_bytes = self.linear_bytes = 0
-        chosen = choose_versions(spec, dtype, device, deterministic, rounded_cache)
+        chosen = choose_versions(spec, dtype, device, deterministic, cache_dtype)
         self.implementations = {op: version.name for op, version in chosen.items()}
         ops = {op: version.call for op, version in chosen.items()}
         self._linears = LinearVersions(ops["linear"], device, dtype, deterministic, rounds_inputs)
         make_linear = partial(Linear, versions=self._linears, rounding=rounding)
         self._copy_blocks = ops["copy_blocks"]
-        self.cache_dtype = torch.int8 if rounded_cache else dtype
-        self._states = AttentionStates(ops, dtype, device, rounded_cache)
+        self.cache_dtype = dtype if cache_dtype is None else cache_dtype
+        self._states = AttentionStates(ops, dtype, device, cache_dtype)
         rounds_head = rounding is not None and rounding.head
         self.embedding = Embedding(spec, ops, make_linear, rounds_head)
         self.layers = [
@@ -85,11 +86,20 @@ class Model:
 
     def finish(self) -> None:
         """After all parts are loaded."""
-        self._states.finish(self.spec.max_position)
+        self.finish_states()
         recordable = self._is_recordable()
         self.implementations |= self._linears.used
         if recordable:
             self._recorded = RecordedLayers()
+
+    def finish_states(self) -> None:
+        """After what is beside the layers is loaded: they can be run one by one then."""
+        self._states.finish(self.spec.max_position)
+
+    def layer_states(self, batch: ForwardBatch) -> list[Any]:
+        """What each layer shares with others of its kind in a step, to be called with."""
+        states = self._states.prepare(batch)
+        return [states[state] for state in self._state_of]
 
     def _is_recordable(self) -> bool:
         """Whether all up to the final norm is kernels that a tape can hold."""
@@ -105,6 +115,16 @@ class Model:
         """Bytes of one block over all layers."""
         shapes = (layer.mixer.operation.kv_shape(1, block_size) for layer in self.layers)
         return sum(torch.Size(shape).numel() for shape in shapes) * self.cache_dtype.itemsize
+
+    @property
+    def plain_kv_bytes(self) -> int:
+        """Of a token over all layers, were it kept as it is computed, without padding."""
+        numbers = sum(
+            2 * layer.mixer.spec.num_kv_heads * layer.mixer.spec.head_dim
+            for layer in self.layers
+            if isinstance(layer.mixer, Attention)
+        )
+        return numbers * self.dtype.itemsize
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """One tensor per layer."""

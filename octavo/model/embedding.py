@@ -18,7 +18,7 @@ class Embedding:
     """Token embedding, and the head, which shares its weight when tied.
 
     The head may repack its copy for multiplying (on a CPU it does, on a GPU not). Rows of a
-    quantized one are read from what has been packed.
+    quantized one are read from what has been packed, on a GPU from an expanded copy.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Embedding:
         weight = tensors["embed.weight"]
         head = weight if spec.tied else tensors["head.weight"]
         self.head.load({"head.weight": head})
-        if isinstance(weight, Tensor):
-            self._look_up = partial(_rows, self.operation, weight)
+        if isinstance(weight, Tensor) or self.head.versions.device != "cpu":
+            self._look_up = partial(_rows, self.operation, dense(weight, dtype))
         elif spec.tied:
             self._look_up = self.head.apply.rows  # type: ignore[attr-defined]
         else:

@@ -56,10 +56,11 @@ class Experts:
     def place(self, index: int, tensors: Mapping[str, Weight]) -> None:
         """tensors: an expert's, by the names of ``shapes``."""
         for name, weight in tensors.items():
-            tensor = dense(weight, self.versions.dtype)
+            on_cpu = self.versions.device == "cpu"
+            tensor = weight if on_cpu else dense(weight, self.versions.dtype)
             if name not in self._placed:
                 self._placed[name] = self._room(name, tensor)
-            self._placed[name][index] = tensor
+            self._placed[name][index] = tensor  # type: ignore[assignment]
         self._missing -= 1
         if not self._missing:
             self.apply = self.operation(
@@ -68,12 +69,13 @@ class Experts:
                 self.spec.activation,
                 self._placed.get("gate_up.bias"),
                 self._placed.get("down.bias"),
+                *((self.versions.multiplier,) if self.versions.device == "cpu" else ()),
             )
             self._placed = {}
 
-    def _room(self, name: str, first: Tensor) -> OfExperts:
+    def _room(self, name: str, first: Weight) -> OfExperts:
         """On a CPU a version packs them one by one; a GPU's multiplies from one tensor."""
-        if first.device.type == "cpu":
+        if self.versions.device == "cpu" or not isinstance(first, Tensor):
             return [first] * len(self.parts)
         shape = (len(self.parts), *self.shapes[name])
         return torch.empty(shape, dtype=first.dtype, device=first.device)

@@ -40,17 +40,17 @@ class RopeFactors:
 
 
 class AttentionStates:
-    """``ops``: the chosen versions by name. ``rounded_cache``: see ``AttentionGeometry``."""
+    """``ops``: the chosen versions by name. ``cache_dtype``: see ``AttentionGeometry``."""
 
     def __init__(
         self,
         ops: Mapping[str, Callable[..., Any]],
         dtype: torch.dtype,
         device: str,
-        rounded_cache: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self._ops = ops
-        self.rounded_cache = rounded_cache
+        self.cache_dtype = cache_dtype
         self._dtype = dtype
         self._device = device
         self._operations: dict[Any, Any] = {}  # by geometry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.model.attention import geometry_of
+from octavo.model.kv_cache import NAMES
 from octavo.model.mla import latent_geometry_of
 from octavo.model.spec import (
     BY_LENGTH,
@@ -27,6 +28,8 @@ from octavo.types import ConfigError
 
 # Linears that round some of their logits to the model's dtype: nothing for a router.
 _ROUND_LOGITS = ("onednn",)
+# Attention that reads and writes a cache of 8 bits. FlashAttention-3 would want queries in FP8 too.
+_EIGHT_BITS = ("native", "triton", "triton-fixed")
 
 
 def choose_versions(
@@ -34,17 +37,18 @@ def choose_versions(
     dtype: torch.dtype,
     device: str,
     deterministic: bool,
-    rounded_cache: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> dict[str, Version]:
-    """Operation -> version, on ``device`` ("cpu", "cuda"). Raises
-    ConfigError, in one line, where ``--deterministic`` cannot be kept."""
+    """Operation -> version, on ``device`` ("cpu", "cuda"). ``cache_dtype``: see
+    ``AttentionGeometry``. Raises ConfigError, in one line, where that or ``--deterministic`` is not
+    to be had."""
     operations = operations_of(spec)
     found = {op: registry.runnable(op, device, dtype, deterministic) for op in operations}
     if device == "cpu":  # on a GPU definitions cannot stand in: they read lengths on the host
-        for op, geometry in {attention_of(layer.mixer, rounded_cache) for layer in spec.layers}:
+        for op, geometry in {attention_of(layer.mixer, cache_dtype) for layer in spec.layers}:
             found[op] = [version for version in found[op] if _takes(version, geometry)]
-    if rounded_cache:
-        _check_rounded(spec, device, found)
+    if cache_dtype is not None:
+        _check_cache(spec, device, found, NAMES[cache_dtype])
     missing = [op for op in operations if not found[op]]
     if hopeless := [op for op in missing if not _keeps_bits(op, device)]:
         raise ConfigError(
@@ -73,26 +77,44 @@ def choose_versions(
     return chosen
 
 
-def _check_rounded(spec: DecoderSpec, device: str, found: dict[str, list[Version]]) -> None:
+def _check_cache(
+    spec: DecoderSpec, device: str, found: dict[str, list[Version]], asked: str
+) -> None:
+    """Leaves the versions that read and write a cache of 8 bits. ``asked``: the cache's dtype."""
     if any(isinstance(layer.mixer, MLASpec) for layer in spec.layers):
         raise ConfigError(
-            "--kv-cache-dtype int8: not for latent attention, whose cache is compressed; use auto"
+            f"--kv-cache-dtype {asked}: not for latent attention, whose cache is compressed; use "
+            "auto"
         )
-    chosen = found["paged_attention"][-1:]
-    if device != "cpu" or [version.name for version in chosen] != ["native"]:
+    found["paged_attention"] = [v for v in found["paged_attention"] if v.name in _EIGHT_BITS]
+    if found["paged_attention"]:
+        return
+    if device == "cpu":
         raise ConfigError(
-            "--kv-cache-dtype int8: written in octavo's own CPU kernels alone, with --dtype "
-            "float32 or bfloat16 (`octavo collect-env` says whether they were built); use auto"
+            f"--kv-cache-dtype {asked}: on a CPU written in octavo's own kernels alone, with "
+            "--dtype float32 or bfloat16 (`octavo collect-env` says whether they were built); use "
+            "auto"
         )
+    raise ConfigError(
+        f"--kv-cache-dtype {asked}: on a GPU written in Triton alone, which does not run here, or "
+        "not with --deterministic; use auto"
+    )
+
+
+def attention_set_aside(device: str, dtype: torch.dtype) -> list[str]:
+    """Versions that run here, faster than what is chosen, but read no cache of 8 bits."""
+    names = [version.name for version in registry.runnable("paged_attention", device, dtype, False)]
+    last = max((names.index(name) for name in _EIGHT_BITS if name in names), default=-1)
+    return names[last + 1 :]
 
 
 def attention_of(
-    mixer: MixerSpec, rounded_cache: bool = False
+    mixer: MixerSpec, cache_dtype: torch.dtype | None = None
 ) -> tuple[str, AttentionGeometry | MLAGeometry]:
     """The operation that a mixer calls, and its geometry."""
     if isinstance(mixer, MLASpec):
         return "paged_latent_attention", latent_geometry_of(mixer)
-    return "paged_attention", geometry_of(mixer, rounded_cache)
+    return "paged_attention", geometry_of(mixer, cache_dtype)
 
 
 def _takes(version: Version, geometry: AttentionGeometry | MLAGeometry) -> bool:

@@ -197,4 +197,6 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     """
     source, target = pairs.unbind(1)
     for cache in caches:
+        if cache.itemsize == 1:
+            cache = cache.view(torch.uint8)  # torch copies no blocks of FP8
         cache.index_copy_(0, target, cache.index_select(0, source))

@@ -43,8 +43,8 @@ class FA3Step(Step):
 
 @register("paged_attention", "fa3", available, tolerance=8.0)
 class FA3PagedAttention(TritonPagedAttention):
-    """The Triton version but for one kernel, and entirely with softcap, sinks or an FP8 cache (the
-    package is built without the first and wants queries in FP8 for the last). The cache is the
+    """The Triton version but for one kernel, and entirely with softcap, sinks or a cache of 8 bits
+    (the package is built without the first and wants queries in FP8 for the last). The cache is the
     same. ``forward``: the package's operator, loaded if not given."""
 
     def __init__(
@@ -62,7 +62,7 @@ class FA3PagedAttention(TritonPagedAttention):
 
     def attend_rest(self, qkv: Tensor, layer: Layer, out: Tensor, step: Step) -> None:
         assert isinstance(step, FA3Step)
-        if self.geometry.softcap is not None or layer.sinks is not None or layer.fp8:
+        if self.geometry.softcap is not None or layer.sinks is not None or self.kind:
             super().attend_rest(qkv, layer, out, step)
             return
         batch, geometry = step.batch, self.geometry

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.quant.fields import Fields, named_by
 from octavo.quant.format import CheckpointFormat, Scheme, StoredTensor
 from octavo.quant.grid import check_group, check_words, common_zero, even_grid, stored_scales
-from octavo.quant.packing import pack, unpack
+from octavo.quant.packing import as_bytes, pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,18 +77,17 @@ class AWQ:
 
 def _outputs(words: Tensor, outputs: int) -> Tensor:
     """words: int32 [n, out / 8]. uint8 [out, n]."""
-    import torch
-
-    nibbles = unpack(words.T, BITS, outputs).unflatten(0, (-1, 8))
-    codes = torch.empty_like(nibbles)
-    codes[:, list(_ORDER)] = nibbles
+    stored = as_bytes(words.T).unflatten(1, (-1, 4))
+    codes: Tensor = stored.new_empty((outputs // 8, 8, len(words)))
+    for place, output in enumerate(_ORDER):
+        codes[:, output] = stored[..., place // 2] >> BITS * (place % 2) & 15
     return codes.flatten(0, 1)
 
 
 def _words(codes: Tensor) -> Tensor:
     """The inverse."""
     nibbles = codes.unflatten(0, (-1, 8))[:, list(_ORDER)]
-    return pack(nibbles.flatten(0, 1), BITS).T.contiguous()
+    return pack(nibbles.flatten(0, 1).T, BITS)
 
 
 def config(format: AWQ, skipped: Sequence[str] = ("lm_head",)) -> dict[str, Any]:

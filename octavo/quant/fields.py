@@ -49,7 +49,7 @@ class Fields:
         name, value = self.get(*names)
         value = default if value is None else value
         value = value.lower() if isinstance(value, str) else value
-        if isinstance(value, bool) or value not in allowed:
+        if not any(type(value) is type(one) and value == one for one in allowed):
             raise self.error(name, value, " or ".join(map(str, allowed)))
         return value
 

@@ -53,6 +53,19 @@ def _sizes(axes: Axes, out_features: int, in_features: int) -> tuple[int, ...]:
     )
 
 
+def numbers(
+    suffix: str,
+    *others: Axes,
+    kinds: tuple[str, ...] = FLOATS,
+    optional: bool = False,
+) -> StoredTensor:
+    """A tensor of one number or a few, which ``read`` counts, in the ways that files have them, or
+    of ``others``, the first of which is the usual one."""
+    few: tuple[Axes, ...] = ((("free", 1),), (), (("one", 1), ("one", 1)))
+    first, *also = (*others, *few)
+    return StoredTensor(suffix, first, tuple(also), kinds, optional)
+
+
 class CheckpointFormat(Protocol):
     """How a checkpoint keeps the weight of one projection, without its bias."""
 
@@ -91,15 +104,15 @@ class Scheme:
     begin with a name (``model.layers.0.self_attn.q_proj``), None for a dense one. One that lacks
     its format's first tensor while it has a ``weight`` is dense all the same. spare_suffixes: of
     tensors that may stand beside a projection and mean nothing where the model has no such
-    parameter (AutoGPTQ's biases of zeros). kv_scale_suffixes: of an attention layer's or its
-    projections' scales for keys and values in the KV cache. kv_cache_scheme: what the config says
-    of a cache, in its own words. notes: what was found odd while reading, and how it was taken; to
-    be said once all is read.
+    parameter and they are zero (AutoGPTQ's biases). kv_scale_suffixes: of scales for keys and
+    values in the KV cache, after an attention layer's name. kv_cache_scheme: what the config says
+    of the cache, in its own words; None for nothing. notes: what was found odd while reading, and
+    how it was taken; to be said once all is read.
     """
 
     name: str
     format_of: Callable[[str], CheckpointFormat | None]
     spare_suffixes: tuple[str, ...] = ()
     kv_scale_suffixes: tuple[str, ...] = ()
-    kv_cache_scheme: Mapping[str, Any] | None = None
+    kv_cache_scheme: Any = None
     notes: dict[str, None] = field(default_factory=dict)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 BITS = (2, 3, 4, 8)
 VERSIONS = ("gptq", "gptq_v2")
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # a word of ones, by bits
 
 
 @dataclass(frozen=True)
@@ -69,31 +70,37 @@ class GPTQ:
         from octavo.ops.weights import QuantizedWeight
 
         group = self.group or in_features
-        codes = unpack(tensors["qweight"], self.bits, in_features)
+        codes = unpack(tensors["qweight"].T, self.bits, in_features)
         order = None
         if "g_idx" in tensors:
             order = input_order(tensors["g_idx"], group)
-            codes = codes if order is None else codes[order]
-        zero, zeros = self._zeros(unpack(tensors["qzeros"].T, self.bits, out_features))
+            codes = codes if order is None else codes[:, order]
+        zero, zeros = self._zeros(tensors["qzeros"], out_features)
         scales = stored_scales(tensors["scales"]).T.contiguous()
-        return QuantizedWeight(
-            codes.T.contiguous(), scales, None, self.bits, group, zero, zeros, order
-        )
+        return QuantizedWeight(codes, scales, None, self.bits, group, zero, zeros, order)
 
-    def _zeros(self, stored: Tensor) -> tuple[int, Tensor | None]:
-        """stored: uint8 [out, groups]. The zero of all groups, or 0 and each one's own.
+    def _zeros(self, words: Tensor, outputs: int) -> tuple[int, Tensor | None]:
+        """words: int32 [groups, out * bits / 32]. The zero of all groups, or 0 and each one's own.
 
         A symmetric quantizer's zeros are all 2^(bits - 1), so that what is stored tells the version
         by itself. Files are about whose field is absent or wrong; they are taken for what they
-        hold. Minus one wraps: a zero of 0 is stored as 2^bits - 1 in v1, as AutoGPTQ reads it."""
+        hold.
+
+        Zeros of v1 are made by taking 1 from each in whole words (GPTQModel's v2 to v1), so that a
+        zero of 0 borrows from the next: they are added back in words. Only codes of 3 bits, which
+        cross words, are counted by themselves, where 0 is stored as 7."""
         middle, is_v2 = 1 << (self.bits - 1), self.version == "gptq_v2"
+        stored = unpack(words, self.bits, outputs)
         low, high = (int(value) for value in stored.aminmax())
         if low == high and low in (middle - 1, middle) and self.symmetric is not False:
             if is_v2 != (low == middle):
                 self.notes[_contradiction(low, self.version)] = None
             return middle, None
-        zeros = stored if is_v2 else stored + 1 & (1 << self.bits) - 1
-        return common_zero(zeros)
+        if not is_v2 and self.bits == 3:
+            stored = stored + 1 & 7
+        elif not is_v2:
+            stored = unpack(words + _ONES[self.bits], self.bits, outputs)
+        return common_zero(stored.T)
 
     def bytes_of(self, out_features: int, in_features: int) -> int:
         groups = in_features // (self.group or in_features)
@@ -116,8 +123,8 @@ class GPTQ:
             inverse = weight.order.argsort()
             codes, places = codes[:, inverse], places[inverse]
         return {
-            "qweight": pack(codes.T, self.bits),
-            "qzeros": pack(zeros, self.bits).T.contiguous(),
+            "qweight": pack(codes, self.bits).T.contiguous(),
+            "qzeros": pack(zeros.T, self.bits),
             "scales": scales.T.contiguous(),
             "g_idx": places,
         }
@@ -188,11 +195,11 @@ def _in_blocks(fields: Fields) -> Callable[[str], bool]:
     _, listed = fields.get("modules_in_block_to_quantize", "modules_in_block")
     if listed is None:
         return lambda module: True
-    whole = [listed] if listed and all(isinstance(one, str) for one in listed) else listed
-    is_lists = isinstance(whole, list) and all(isinstance(part, list) for part in whole)
-    if not is_lists or not all(isinstance(one, str) for part in whole for one in part):
+    parts = listed if isinstance(listed, list) else [listed]
+    names = [one for part in parts for one in (part if isinstance(part, list) else [part])]
+    if not all(isinstance(one, str) for one in names):
         raise fields.error("modules_in_block_to_quantize", listed, "lists of names")
-    endings = tuple(f".{one}" for part in whole for one in part)
+    endings = tuple(f".{one}" for one in names)
     return lambda module: f".{module}".endswith(endings)
 
 

@@ -49,10 +49,17 @@ def input_order(g_idx: Tensor, group: int) -> Tensor | None:
     return g_idx.argsort(stable=True)
 
 
+def check_finite(numbers: Tensor, what: str) -> None:
+    """Raises ValueError for infinities and what is no number."""
+    if not bool(numbers.isfinite().all()):
+        raise ValueError(f"{what} holds numbers that are not finite")
+
+
 def stored_scales(scales: Tensor) -> Tensor:
-    """In a type that a ``QuantizedWeight`` takes."""
+    """In a type that a ``QuantizedWeight`` takes. Raises ValueError where one is not finite."""
     import torch
 
+    check_finite(scales, "scales")
     return scales if scales.dtype == torch.float16 else scales.float()
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from octavo.quant import bitsandbytes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -64,9 +66,7 @@ def _int8(group: int, weight_only: bool) -> Callable[[Tensor, LinearVersions], A
 
 
 def _nf4(weight: Tensor, versions: LinearVersions) -> Any:
-    from octavo.ops.tables import NF4
-
-    return versions["quantize_table"](weight, NF4, GROUP)
+    return versions["quantize_table"](weight, bitsandbytes.TABLES["nf4"], bitsandbytes.BLOCK)
 
 
 def roundings(device: str) -> dict[str, Rounding]:
@@ -120,9 +120,9 @@ def roundings(device: str) -> dict[str, Rounding]:
         ),
         Rounding(
             "bitsandbytes",
-            f"NF4 in groups of {GROUP}",
+            f"NF4 in groups of {bitsandbytes.BLOCK}",
             4,
-            _by_group(GROUP),
+            _by_group(bitsandbytes.BLOCK),
             _nf4,
         ),
         Rounding(

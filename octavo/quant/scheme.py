@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.json_file import read_object
-from octavo.quant import awq, gptq
+from octavo.quant import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, squeezellm
 from octavo.quant.fields import Fields
 from octavo.quant.format import Scheme
 
@@ -22,7 +22,11 @@ __all__ = ["METHODS", "Scheme", "read_scheme"]
 METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "gptq": gptq.scheme,
     "awq": awq.scheme,
-    "mxfp4": lambda fields: Scheme("mxfp4", lambda module: None),  # experts say it themselves
+    "fp8": fp8.scheme,
+    "compressed-tensors": compressed_tensors.scheme,
+    "bitsandbytes": bitsandbytes.scheme,
+    "squeezellm": squeezellm.scheme,
+    "mxfp4": mxfp4.scheme,
 }
 _KEYS = ("quantization_config", "compression_config")
 _FILES = ("quantize_config.json", "quant_config.json")

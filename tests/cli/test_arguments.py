@@ -19,14 +19,16 @@ VLLM_FLAGS = """
 --model m | --served-model-name a b | --host 0.0.0.0 | --port 9000 | --uds /tmp/s | --api-key k
 --dtype half | --dtype float16 | --dtype bfloat16 | --dtype float | --dtype float32
 --quantization int8 | --quantization gguf | -q int8 | --quantization awq | -q gptq
---quantization fp8 | --quantization compressed-tensors | --load-format bitsandbytes | --quantization fp8 --quantization-fp8-dynamic
+--quantization fp8 | --quantization compressed-tensors
+--load-format bitsandbytes | --quantization-fp8-dynamic
 --max-model-len 32k | --max-model-len auto | --max-model-len -1 | --gpu-memory-utilization 0.5
 --kv-cache-memory-bytes 4GiB | --max-num-seqs 256 | --max-num-batched-tokens 8192
 --enable-chunked-prefill | --no-enable-chunked-prefill | --long-prefill-token-threshold 512
 --enable-prefix-caching | --no-enable-prefix-caching | --scheduling-policy priority
 --priority-ageing 2.5 | --prefix-cache-scope key | --step-deadline 60
 --block-size 16 | --block-size auto | --num-gpu-blocks-override 10 | --kv-cache-dtype bfloat16
---kv-cache-dtype int8 | --enforce-eager | --tensor-parallel-size 1 | -tp 1
+--kv-cache-dtype int8 | --kv-cache-dtype fp8 | --kv-cache-dtype fp8_e5m2
+--enforce-eager | --tensor-parallel-size 1 | -tp 1
 --pipeline-parallel-size 1 | -pp 1
 --data-parallel-size 1 | -dp 1 | --distributed-executor-backend uni | --load-format safetensors
 --load-format gguf | --load-format dummy | --tokenizer t | --skip-tokenizer-init | --seed 7
@@ -112,15 +114,6 @@ def test_the_tables_of_foreign_flags_are_walked_in_full() -> None:
     assert {case[0] for case in cases(LATER_FLAGS)} == set(FLAGS_OF_LATER_VERSIONS)
     assert {case[0] for case in cases(RETIRED)} == set(RETIRED_FLAGS)
     assert set(RETIRED_FLAGS) >= RETIRED_SWITCHES
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    cases("--kv-cache-dtype fp8 | --kv-cache-dtype fp8_e5m2"),
-    ids=" ".join,
-)
-def test_a_value_of_a_later_version_says_so(tokens: list[str]) -> None:
-    assert "not in this version" in refused(*tokens)
 
 
 def test_an_unknown_flag_names_its_neighbours() -> None:

@@ -170,3 +170,9 @@ def test_the_prefix_cache_is_reset_only_when_idle():
     run(engine)
     assert engine.stats().blocks_cached > 0
     assert engine.reset_prefix_cache() and engine.stats().blocks_cached == 0
+
+
+def test_prefixes_of_two_cache_dtypes_have_other_keys():
+    kinds = ("auto", "fp8", "fp8_e5m2", "int8")
+    roots = {toy_engine(kv_cache_dtype=kind)[0]._root(b"salt") for kind in kinds}
+    assert len(roots) == len(kinds)

@@ -9,15 +9,27 @@ import torch
 from torch import Tensor
 
 from octavo.ops import registry
-from octavo.ops.attention import AttentionGeometry
-from tests.ops.attention_batches import Case, Columns, Rope, by_head, case, history
+from octavo.ops.attention import AttentionGeometry, kept
+from tests.ops.attention_batches import (
+    Case,
+    Columns,
+    Rope,
+    by_head,
+    case,
+    history,
+    keep,
+    parts_of,
+    read,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 DEVICE = "cuda"
-FP16, BF16, FP8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+FP16, BF16 = torch.float16, torch.bfloat16
+KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 LONGEST = 33_100
 LLAMA = AttentionGeometry(32, 8, 128)
 QWEN = AttentionGeometry(16, 8, 128, qk_norm_eps=1e-6)
@@ -61,24 +73,22 @@ class Extras:
 
     weight: Tensor | None = None
     sinks: Tensor | None = None
-    scales: tuple[float, float] = (1.0, 1.0)
+    scales: Tensor | None = None
 
 
 def expected_of(
     geometry: AttentionGeometry, qkv: Tensor, before: Tensor, plain: Columns, extras: Extras
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, keys and values of the new tokens, FP32. before: [block, offset, k|v, head, d]."""
+    """Outputs, keys and values of the new tokens, FP32. before: [block, offset, k|v, head, d], what
+    is kept stands for."""
     dim, hq, hkv = geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
     heads = qkv.float().unflatten(1, (-1, dim))
     steps = torch.arange(dim // 2, device=DEVICE) / (dim // 2)
     angles = plain.positions.to(DEVICE)[:, None] * 10000.0**-steps
     qk = turned(normed(heads[:, : hq + hkv], extras.weight, geometry.qk_norm_eps), angles)
     query, key, value = qk[:, :hq], qk[:, hq:], heads[:, hq + hkv :]
-    if before.dtype == FP8:  # what is attended to is what is stored
-        key, value = (
-            (x / scale).clamp(-448, 448).to(FP8).float() * scale
-            for x, scale in zip((key, value), extras.scales)
-        )
+    scales = (None, None) if extras.scales is None else extras.scales
+    key, value = (kept(x, geometry.cache_dtype, scale) for x, scale in zip((key, value), scales))
     starts, lengths = plain.query_starts.tolist(), plain.seq_lens.tolist()
     out = torch.empty_like(query)
     for row, length in enumerate(lengths):
@@ -86,8 +96,8 @@ def expected_of(
         past = length - (end - start)
         blocks = plain.block_tables[row, : -(-past // plain.block_size)].long().to(DEVICE)
         old = before[blocks].flatten(0, 1)[:past].float()
-        k = torch.cat((old[:, 0] * extras.scales[0], key[start:end])).transpose(0, 1)
-        v = torch.cat((old[:, 1] * extras.scales[1], value[start:end])).transpose(0, 1)
+        k = torch.cat((old[:, 0], key[start:end])).transpose(0, 1)
+        v = torch.cat((old[:, 1], value[start:end])).transpose(0, 1)
         for low in range(start, end, 128):
             high = min(low + 128, end)
             q = query[low:high].transpose(0, 1).unflatten(0, (hkv, -1))  # [kv, group, m, d]
@@ -133,27 +143,31 @@ def assert_right(
     qkv: Tensor,
     extras: Extras,
 ) -> None:
-    real, plain, fp8 = case.real.to(DEVICE), case.plain, cache.dtype == FP8
-    out, key, value = expected_of(geometry, qkv[real], before, plain, extras)
+    """cache, before: after the step and before it, as ``keep`` gives them."""
+    real, plain, kind = case.real.to(DEVICE), case.plain, geometry.cache_dtype
+    old = read(before, geometry, extras.scales).permute(0, 3, 2, 1, 4)
+    out, key, value = expected_of(geometry, qkv[real], old, plain, extras)
     error = (found[real].float() - out).norm() / out.norm()
-    bound = 0.01 if fp8 or found.dtype == BF16 else 0.002
+    bound = 0.01 if kind or found.dtype == BF16 else 0.002
     assert error <= bound, f"relative error {error:.4f}"
-    if not fp8:
+    if not kind:
         largest = (found[real].float() - out).abs().max() / out.abs().max()
         assert largest <= 8 * torch.finfo(found.dtype).eps, f"largest error {largest:.4f}"
     padding = torch.ones(len(found), dtype=torch.bool, device=DEVICE)
     padding[real] = False
     assert not found[padding].any()
-    bits, old = torch.uint8 if fp8 else torch.int16, by_head(before)
     slots = plain.slot_mapping.to(DEVICE)
     block, offset = slots // plain.block_size, slots % plain.block_size
-    written = cache.view(bits)[block, :, :, offset].view(cache.dtype).float()
-    for kind, tensor in enumerate((key, value)):  # of written, [tokens, head, k|v, d]
-        error = (written[:, :, kind] * extras.scales[kind] - tensor).norm() / tensor.norm()
+    written = read(cache, geometry, extras.scales)[block, :, :, offset]
+    for index, tensor in enumerate((key, value)):  # of written, [tokens, head, k|v, d]
+        error = (written[:, :, index] - tensor).norm() / tensor.norm()
         assert error <= 0.005
-    rest = cache.view(bits).clone()
-    rest[block, :, :, offset] = old.view(bits)[block, :, :, offset]
-    assert torch.equal(rest, old.view(bits))
+    for mine, other in zip(parts_of(cache, geometry), parts_of(before, geometry)):
+        if mine.dim() > 1:
+            bits = torch.uint8 if mine.itemsize == 1 else torch.int16
+            rest, other = mine.contiguous().view(bits).clone(), other.contiguous().view(bits)
+            rest[block, :, :, offset] = other[block, :, :, offset]
+            assert torch.equal(rest, other)
 
 
 def check(
@@ -161,13 +175,15 @@ def check(
     case: Case,
     dtype: torch.dtype = BF16,
     name: str = "triton",
-    cache_dtype: torch.dtype | None = None,
     sinks: Tensor | None = None,
-    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    attention = made(name)(geometry)
-    before = history(geometry, case, cache_dtype or dtype, DEVICE)
-    cache = by_head(before)
+    attention, kind = made(name)(geometry), geometry.cache_dtype
+    scales = None
+    if kind not in (None, torch.int8):
+        count = 2 * geometry.num_kv_heads
+        scales = torch.linspace(0.02, 0.5, count, device=DEVICE).view(2, -1)
+    before = keep(history(geometry, case, torch.float32 if kind else dtype, DEVICE), kind, scales)
+    cache = before.clone()
     qkv, weight = inputs(geometry, case, dtype)
     extras = Extras(weight, sinks, scales)
     rope = Rope(geometry.head_dim, LONGEST)
@@ -209,29 +225,45 @@ def test_several_tokens_a_row(name, past, new, dtype):
     check(LLAMA, case(past, new, 64), dtype, name)
 
 
-@pytest.mark.parametrize("dtype", (BF16, FP16))
-@pytest.mark.parametrize("block_size", (16, 64))
-@pytest.mark.parametrize("geometry", (LLAMA, GEOMETRIES["8/8-80"]), ids=("32/8-128", "8/8-80"))
-def test_fp8_cache(geometry, block_size, dtype):
+@kinds
+@pytest.mark.parametrize(
+    ("name", "block_size", "dtype"),
+    (
+        ("32/8-128", 64, BF16),
+        ("32/8-128", 16, FP16),
+        ("8/8-80", 64, BF16),
+        ("16/1-192", 16, BF16),
+        ("8/4-256-window", 64, BF16),
+        ("9/3-64", 64, FP16),
+    ),
+)
+def test_cache_of_8_bits(name, block_size, dtype, kind):
     past = [*lengths(12, 5_000), 0, 40, 2_000]
     batch = case(past, [1] * 12 + [300, 2, 129], block_size, 4, 3, 50)
-    check(geometry, batch, dtype, cache_dtype=FP8, scales=(0.5, 0.02))
+    check(replace(GEOMETRIES[name], cache_dtype=kind), batch, dtype)
 
 
+@kinds
 @pytest.mark.parametrize("rows", (1, 64, 256))
-def test_one_token_a_row_over_an_fp8_cache(rows):
+def test_one_token_a_row_over_a_cache_of_8_bits(rows, kind):
     past = [length - 1 for length in lengths(rows, 8_000)]
-    check(LLAMA, case(past, [1] * rows, 64), cache_dtype=FP8, scales=(0.1, 0.1))
+    check(replace(LLAMA, cache_dtype=kind), case(past, [1] * rows, 64))
 
 
-@pytest.mark.parametrize("cache_dtype", (None, FP8))
-def test_softcap_and_sinks(cache_dtype):
+@kinds
+@pytest.mark.parametrize("name", ("triton", "triton-fixed", "fa3"))
+def test_a_long_prompt_over_a_cache_of_8_bits(name, kind):
+    check(replace(LLAMA, cache_dtype=kind), case([3_000, 0], [2_048, 500], 64), name=name)
+
+
+@pytest.mark.parametrize("kind", (None, *KINDS.values()))
+def test_softcap_and_sinks(kind):
     batch = case([*lengths(12, 5_000), 0, 40, 2_000], [1] * 12 + [300, 2, 129], 64, 4)
-    capped = AttentionGeometry(8, 4, 256, window=511, softcap=5.0, own_scale=0.2)
-    check(capped, batch, cache_dtype=cache_dtype)
-    check(replace(capped, softcap=None), batch, cache_dtype=cache_dtype)
+    capped = AttentionGeometry(8, 4, 256, 511, softcap=5.0, own_scale=0.2, cache_dtype=kind)
+    check(capped, batch)
+    check(replace(capped, softcap=None), batch)
     sinks = torch.linspace(-4, 6, 64, device=DEVICE)
-    check(AttentionGeometry(64, 8, 64, window=128), batch, cache_dtype=cache_dtype, sinks=sinks)
+    check(AttentionGeometry(64, 8, 64, window=128, cache_dtype=kind), batch, sinks=sinks)
 
 
 def test_many_short_rows():
@@ -310,11 +342,11 @@ def replay(geometry: AttentionGeometry, first: Case, later: list[Case]) -> None:
         out = step()
     for other in (*later, first):
         assert len(other.padded.positions) == len(qkv)
-        before = history(geometry, other, BF16, DEVICE)
+        before = by_head(history(geometry, other, BF16, DEVICE))
         refill(static, other.padded.to(DEVICE))
         fresh, _ = inputs(geometry, other, BF16)
         for _ in range(2):  # the second finds the counters as the first left them
-            cache[: len(before)] = by_head(before)
+            cache[: len(before)] = before
             qkv.copy_(fresh)
             out.fill_(float("nan"))
             graph.replay()

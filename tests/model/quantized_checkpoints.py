@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo.ops.weights import Quantized, QuantizedWeight
-from octavo.quant import awq, gptq
+from octavo.ops.float8 import quantize_float8
+from octavo.ops.tables import quantize_table
+from octavo.ops.weights import Float8Weight, Outliers, Quantized, QuantizedWeight, TableWeight
+from octavo.quant import awq, bitsandbytes, compressed_tensors, fp8, gptq, squeezellm
+from octavo.quant.compressed_weights import Int8Stored, Packed
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,67 @@ def of_awq(group: int, symmetric: bool = False) -> Kind:
     return Kind(found, on_grid(4, group, symmetric), awq.config(found))
 
 
+def of_fp8(block: tuple[int, int], static: bool = False, e5m2: bool = False) -> Kind:
+    suffix = "weight_scale_inv" if block[0] > 1 else "weight_scale"
+    found = fp8.FP8(block if block[0] > 1 else (0, 0), suffix, static)
+
+    def round_to(weight: Tensor) -> Float8Weight:
+        rounded = quantize_float8(weight, block)
+        if e5m2:
+            kind = torch.float8_e5m2
+            rounded = replace(rounded, values=rounded.values.float().to(kind))
+        scale = torch.tensor(0.02) if static else None
+        return replace(rounded, input_scale=scale)
+
+    return Kind(found, round_to, fp8.config(found))
+
+
+def of_compressed(found: Packed | Int8Stored | fp8.FP8, round_to: Callable[..., Any]) -> Kind:
+    return Kind(found, round_to, compressed_tensors.config(found))
+
+
+def of_bitsandbytes(kind: str) -> Kind:
+    found = bitsandbytes.FourBit(kind)
+
+    def round_to(weight: Tensor) -> TableWeight:
+        group = bitsandbytes.block_group(bitsandbytes.BLOCK, weight.shape[1])
+        flat = weight.reshape(-1, bitsandbytes.BLOCK)
+        rounded = quantize_table(flat, bitsandbytes.TABLES[kind], bitsandbytes.BLOCK)
+        scales = rounded.scales.repeat_interleave(bitsandbytes.BLOCK // group, dim=1)
+        codes = rounded.codes.view(weight.shape)
+        return TableWeight(codes, rounded.table, scales.view(len(weight), -1), 4, group)
+
+    return Kind(found, round_to, bitsandbytes.config(found))
+
+
+def in_127ths(weight: Tensor) -> QuantizedWeight:
+    """LLM.int8 keeps the largest magnitude of each output."""
+    largest = weight.abs().amax(1, keepdim=True)
+    scales = largest / torch.tensor(127.0)
+    codes = ((weight / scales).round() + 128).to(torch.uint8)
+    return QuantizedWeight(codes, scales, None, 8, weight.shape[1], 128)
+
+
+def of_squeezellm(bits: int, share: float) -> Kind:
+    """Tables of evenly spread quantiles; ``share`` of the largest numbers stands apart."""
+    found = squeezellm.SqueezeLLM(bits)
+
+    def round_to(weight: Tensor) -> TableWeight:
+        marks = (torch.arange(1 << bits) + 0.5) / (1 << bits)
+        table = weight.quantile(marks, dim=1).T.contiguous()
+        apart = weight.abs() >= weight.abs().quantile(1 - share) if share else None
+        codes = (weight[:, :, None] - table[:, None]).abs().argmin(-1)
+        outliers = None
+        if apart is not None:
+            left = torch.where(apart, weight - table.gather(1, codes), 0)
+            rows, columns = apart.nonzero(as_tuple=True)
+            starts = torch.cat((rows.new_zeros(1), apart.sum(1).cumsum(0))).int()
+            outliers = Outliers(starts, columns.int(), left[rows, columns])
+        return TableWeight(codes.to(torch.uint8), table, None, bits, outliers=outliers)
+
+    return Kind(found, round_to, squeezellm.config(found))
+
+
 KINDS = {
     **{f"gptq {bits} bits": of_gptq(bits, 32, False) for bits in (2, 3, 4, 8)},
     "gptq symmetric": of_gptq(4, 32, True),
@@ -74,6 +138,22 @@ KINDS = {
     "gptq v2": of_gptq(4, 32, False, version="gptq_v2"),
     "awq": of_awq(32),
     "awq, one group": of_awq(0, True),
+    "fp8 by tensor": of_fp8((0, 0)),
+    "fp8 by channel": of_fp8((1, 0)),
+    "fp8 by block": of_fp8((128, 128)),
+    "fp8 static": of_fp8((0, 0), static=True),
+    "fp8 e5m2": of_fp8((1, 0), e5m2=True),
+    "w8a8 fp8": of_compressed(fp8.FP8(name="compressed-tensors"), of_fp8((1, 0)).round),
+    "w4a16": of_compressed(Packed(4, 32), on_grid(4, 32, True)),
+    "w4a16 asymmetric": of_compressed(Packed(4, 32, False), on_grid(4, 32, False)),
+    "w8a8 int8": of_compressed(Int8Stored(), on_grid(8, 0, True)),
+    "nf4": of_bitsandbytes("nf4"),
+    "fp4": of_bitsandbytes("fp4"),
+    "llm.int8": Kind(
+        bitsandbytes.EightBit(), in_127ths, bitsandbytes.config(bitsandbytes.EightBit())
+    ),
+    "squeezellm 3 bits": of_squeezellm(3, 0.0),
+    "squeezellm 4 bits, sparse": of_squeezellm(4, 0.005),
 }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.ops.native import library
 from tests.fixtures.gguf_files import add_geometry, gguf_name, to_gguf_rows
 from tests.model.running import all_logits, load, random_ids, reference_logits, write_checkpoint
 
@@ -73,20 +74,40 @@ def q6_k(block: bytes) -> list[float]:
 
 
 K_TYPES = {"Q4_K": (random_q4_k, q4_k), "Q6_K": (random_q6_k, q6_k)}
+# Types that the ``gguf`` package expands, but does not make: values and bytes of a block, and where
+# its FP16 numbers stand, with what size gives weights around 0.05.
+DRAWN = {
+    "Q2_K": (256, 84, {80: 5e-3, 82: 8e-3}),
+    "Q3_K": (256, 110, {108: 1.5e-3}),
+    "IQ4_NL": (32, 18, {0: 7e-4}),
+    "IQ4_XS": (256, 136, {0: 4e-5}),
+}
+
+
+def drawn(kind: str, rng: np.random.Generator, count: int) -> np.ndarray:
+    """Blocks of ``count`` values: uint8 [blocks, bytes]."""
+    values, size, numbers = DRAWN[kind]
+    blocks = rng.integers(0, 256, (count // values, size), dtype=np.uint8)
+    for place, scale in numbers.items():
+        blocks[:, place : place + 2] = halves(rng, len(blocks), scale)
+    return blocks
 
 
 def stored(
     kind: str, weight: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes by rows, their values): of ``weight``, or for K types of numbers drawn anew."""
+    """(bytes by rows, their values): of ``weight``, or of numbers drawn anew."""
     if kind in K_TYPES:
         draw, read = K_TYPES[kind]
         raw = draw(rng, weight.size // BLOCK)
         values = np.array([read(bytes(block)) for block in raw], dtype=np.float32)
         return raw.reshape(len(weight), -1), values.reshape(weight.shape)
-    raw = gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
+    if kind in DRAWN:
+        raw = drawn(kind, rng, weight.size)
+    else:
+        raw = gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
     values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
-    return raw, values.astype(np.float32).reshape(weight.shape)
+    return raw.reshape(len(weight), -1), values.astype(np.float32).reshape(weight.shape)
 
 
 def write_twins(directory: Path, kind: str):
@@ -116,10 +137,23 @@ def write_twins(directory: Path, kind: str):
     return directory / "m.gguf", model
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1", "Q4_K", "Q6_K", *DRAWN])
 def test_logits_equal_those_of_the_dequantized_weights(tmp_path: Path, kind: str) -> None:
     file, model = write_twins(tmp_path, kind)
     expected = reference_logits(model, IDS)[POSITIONS]
     assert expected.std() > 0.3
     found = all_logits(load(file), IDS)[POSITIONS]
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.skipif(not library.features(), reason="no kernels here")
+@pytest.mark.parametrize("kind", DRAWN)
+def test_logits_of_weights_kept_as_they_are_stored(tmp_path: Path, kind: str) -> None:
+    """In BF16, against the expanded weights in FP32."""
+    file, _ = write_twins(tmp_path, kind)
+    model = load(file, "bfloat16")
+    assert model.reasons["quantization"].startswith("gguf: the file's own groups")
+    assert model.weight_bytes < 0.3 * load(file).weight_bytes
+    found, exact = all_logits(model, IDS[:60]), all_logits(load(file), IDS[:60])
+    assert float((found - exact).pow(2).mean().sqrt() / exact.std()) < 0.05

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from octavo.model.loader import mxfp4
+from octavo.quant import mxfp4
 
 
 def number(nibble: int) -> float:
@@ -25,7 +25,7 @@ def test_every_byte_and_scale_is_exact():
     dtype = torch.float32
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(16, 1, 1).view(256, 1, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1)
-    found = mxfp4.weight(blocks, scales).dense()
+    found = mxfp4.read(blocks, scales).dense()
     assert found.shape == (256, 32) and found.dtype == dtype
     expected = [decoded(row, s) for row, s in zip(blocks[:, 0].tolist(), scales[:, 0].tolist())]
     wanted = torch.tensor(expected, dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_blocks_lie_along_the_last_axis():
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (12, 2, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(110, 140, (12, 2), generator=generator, dtype=torch.uint8)
-    weight = mxfp4.weight(blocks, scales)
+    weight = mxfp4.read(blocks, scales)
     assert weight.shape == (12, 64) and weight.group == 32
     for place, row in enumerate(weight.dense().tolist()):
         pairs = zip(blocks[place].tolist(), scales[place].tolist())

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from octavo.config import ModelConfig
 from octavo.model.loader.load import open_source
+from octavo.ops.float8 import quantize_float8
 from octavo.ops.native import library
 from octavo.types import ConfigError
-from tests.model.quantized_checkpoints import KINDS, in_format
+from tests.model.quantized_checkpoints import KINDS, in_format, of_gptq
 from tests.model.running import all_logits, load, random_ids, write_checkpoint
 
 pytestmark = [
@@ -61,11 +62,18 @@ def test_logits_are_the_dense_models_of_the_same_numbers(
     half = load(path, "bfloat16")
     assert error(all_logits(half, IDS), exact) < 0.05
     dense_bytes = load(dense, "bfloat16").linear_bytes
-    bits = KINDS[kind].format.bits if hasattr(KINDS[kind].format, "bits") else 4
-    assert half.linear_bytes < (bits + 1.4) / 16 * dense_bytes
+    bits = KINDS[kind].round(torch.randn(160, 96)).bits if "fp8" not in kind else 8
+    tables = 5 if "squeezellm" in kind else 0  # of each output: a lot for 96 inputs
+    assert half.linear_bytes < (bits + 1.4 + tables) / 16 * dense_bytes
 
 
-@pytest.mark.parametrize("kind", ("gptq 4 bits", "gptq act-order", "awq"))
+SOME = (
+    *("gptq 4 bits", "gptq 3 bits", "gptq act-order", "awq", "w4a16", "w8a8 int8", "fp8 by tensor"),
+    *("fp8 by block", "nf4", "llm.int8", "squeezellm 3 bits", "squeezellm 4 bits, sparse"),
+)
+
+
+@pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -101,6 +109,25 @@ def test_the_loader_gives_the_weight_that_was_written(
         assert torch.equal(found.dense(), KINDS[kind].round(dense).dense())
 
 
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("stored", ("gptq", "gptq_v2"))
+@pytest.mark.parametrize("said", ("gptq", "gptq_v2", None))
+def test_zeros_of_gptq_whatever_the_config_says(
+    bits: int, stored: str, said: str | None, checkpoints: Any, tmp_path: Path
+) -> None:
+    """T48: symmetric zeros are the middle whether they are stored minus one or not; a field that
+    says otherwise is told at start."""
+    kind = of_gptq(bits, 32, True, version=stored)
+    path, dense = in_format(checkpoints("Llama"), kind, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["checkpoint_format"] = said
+    (path / "config.json").write_text(json.dumps(config))
+    model = load(path)
+    assert error(all_logits(model, IDS), all_logits(load(dense), IDS)) < 1e-5
+    told = "zero points are stored" in model.reasons.get("checkpoint", "")
+    assert told == ((said or "gptq") != stored)
+
+
 def test_biases_of_zeros_that_the_model_has_not_are_left_out(
     checkpoints: Any, tmp_path: Path
 ) -> None:
@@ -111,6 +138,19 @@ def test_biases_of_zeros_that_the_model_has_not_are_left_out(
     save_file({**tensors, name: torch.zeros(160)}, path / "model.safetensors")
     assert error(all_logits(load(path), IDS), all_logits(load(dense), IDS)) < 1e-5
     save_file({**tensors, name: torch.ones(160)}, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"does not use: {name}"):
+        load(path)
+
+
+def test_zero_points_of_symmetric_weights_are_left_out(checkpoints: Any, tmp_path: Path) -> None:
+    """Early versions of compressed-tensors write them. Others than zeros are refused."""
+    path, dense = in_format(checkpoints("Llama"), KINDS["w8a8 int8"], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight_zero_point"
+    zeros = torch.zeros(160, 1, dtype=torch.int8)
+    save_file({**tensors, name: zeros}, path / "model.safetensors")
+    assert error(all_logits(load(path), IDS), all_logits(load(dense), IDS)) < 1e-5
+    save_file({**tensors, name: zeros + 1}, path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"does not use: {name}"):
         load(path)
 
@@ -161,3 +201,47 @@ def test_dummy_weights_in_the_format_of_the_config(checkpoints: Any, tmp_path: P
     model = load(path, "bfloat16", load_format="dummy")
     assert model.quantization == "gptq" and all_logits(model, IDS).isfinite().all()
     assert model.linear_bytes < 0.35 * load(path.parent / "dense", "bfloat16").linear_bytes
+
+
+@pytest.mark.parametrize("kind", ("gptq 4 bits", "fp8 by channel", "w8a8 int8", "llm.int8"))
+def test_torchs_files_hold_quantized_tensors_too(
+    kind: str, checkpoints: Any, tmp_path: Path
+) -> None:
+    path, _ = in_format(checkpoints("Llama"), KINDS[kind], tmp_path)
+    expected = all_logits(load(path), IDS)
+    file = path / "model.safetensors"
+    torch.save(load_file(file), path / "pytorch_model.bin")
+    file.unlink()
+    assert torch.equal(all_logits(load(path), IDS), expected)
+
+
+def test_squeezellms_own_files(checkpoints: Any, tmp_path: Path) -> None:
+    """Their name, the bits in quant_config.json, and counts of outliers among the tensors."""
+    path, _ = in_format(checkpoints("Llama"), KINDS["squeezellm 4 bits, sparse"], tmp_path)
+    expected = all_logits(load(path), IDS)
+    file = path / "model.safetensors"
+    counts = {"sparse_threshold.model.layers.0.mlp.up_proj": 7}
+    torch.save({**load_file(file), **counts}, path / "sq-tiny-w4-s45.pt")
+    file.unlink()
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "quant_config.json").write_text(json.dumps({"wbits": 4}))
+    assert torch.equal(all_logits(load(path), IDS), expected)
+
+
+def test_fused_projections_with_a_scale_for_each(checkpoints: Any, tmp_path: Path) -> None:
+    """Phi-3 in FP8: three scales of qkv_proj, two of gate_up_proj."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+    path, dense = in_format(checkpoints("Phi3", **sizes), KINDS["fp8 by tensor"], tmp_path)
+    tensors, exact = load_file(path / "model.safetensors"), load_file(dense / "model.safetensors")
+    for name in [name for name in exact if "qkv_proj" in name or "gate_up_proj" in name]:
+        parts = exact[name].split((96, 32, 32) if "qkv" in name else (160, 160))
+        rounded = [quantize_float8(part * (n + 1), (0, 0)) for n, part in enumerate(parts)]
+        tensors[name] = torch.cat([part.values.view(torch.uint8) for part in rounded])
+        tensors[name] = tensors[name].view(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.cat([part.scales.flatten() for part in rounded])
+        exact[name] = torch.cat([part.dense() for part in rounded])
+    save_file(tensors, path / "model.safetensors")
+    save_file(exact, dense / "model.safetensors")
+    assert error(all_logits(load(path), IDS), all_logits(load(dense), IDS)) < 1e-5

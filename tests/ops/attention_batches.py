@@ -149,3 +149,37 @@ def history(
 def by_head(cache: Tensor) -> Tensor:
     """The cache in the Triton version's layout, [block, head, k|v, offset, d]."""
     return cache.permute(0, 3, 2, 1, 4).contiguous()
+
+
+def keep(cache: Tensor, dtype: torch.dtype | None, scales: Tensor | None = None) -> Tensor:
+    """FP32 [block, offset, k|v, head, d] as the Triton version keeps it in ``dtype``; scales: FP32
+    [2, heads], of FP8."""
+    numbers = by_head(cache)
+    if dtype == torch.int8:
+        steps = numbers.abs().amax(-1) / 127
+        codes = (numbers / steps[..., None]).round().nan_to_num(99).to(dtype)
+        return torch.cat((codes.flatten(-2), steps.view(dtype)), dim=-1)
+    if scales is not None:
+        numbers = numbers / scales.t()[:, :, None, None]
+    return numbers if dtype is None else numbers.to(dtype)
+
+
+def parts_of(cache: Tensor, geometry: AttentionGeometry) -> tuple[Tensor, Tensor]:
+    """Of a cache that ``keep`` gives, the numbers as kept [block, head, k|v, offset, d] and what
+    each token's are multiplied by if that is in the cache, FP32 [block, head, k|v, offset, 1]."""
+    if geometry.cache_dtype != torch.int8:
+        return cache, torch.ones(1, device=cache.device)
+    size = cache.shape[-1] // (geometry.head_dim + 4)
+    codes, steps = cache.split((size * geometry.head_dim, 4 * size), dim=-1)
+    return (
+        codes.unflatten(-1, (size, geometry.head_dim)),
+        steps.contiguous().view(torch.float32)[..., None],
+    )
+
+
+def read(cache: Tensor, geometry: AttentionGeometry, scales: Tensor | None = None) -> Tensor:
+    """What the numbers of a cache that ``keep`` gives stand for, FP32 [block, head, k|v, offset,
+    d]."""
+    numbers, steps = parts_of(cache, geometry)
+    found = numbers.float() * steps
+    return found if scales is None else found * scales.t()[:, :, None, None]

@@ -12,15 +12,17 @@ from octavo.ops.triton.attention import TritonPagedAttention
 from tests.fixtures.triton_aot import described, recorded
 from tests.ops.attention_batches import Columns, Rope
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-CASES = [  # geometry, decode rows, tokens of a further row, block size, cache, sinks
-    (AttentionGeometry(32, 8, 128), 8, 0, 64, BF16, False),
-    (AttentionGeometry(32, 8, 128), 64, 8192, 64, BF16, False),
-    (AttentionGeometry(32, 8, 128), 8, 8192, 64, FP8, False),
-    (AttentionGeometry(16, 8, 128, qk_norm_eps=1e-6), 256, 0, 64, BF16, False),
-    (AttentionGeometry(64, 8, 64, window=128), 8, 8192, 64, BF16, True),
-    (AttentionGeometry(8, 8, 80), 8, 100, 16, BF16, False),
-    (AttentionGeometry(8, 4, 256, window=4096, softcap=50.0), 8, 8192, 64, BF16, False),
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+CASES = [  # geometry, decode rows, tokens of a further row, block size, sinks
+    (AttentionGeometry(32, 8, 128), 8, 0, 64, False),
+    (AttentionGeometry(32, 8, 128), 64, 8192, 64, False),
+    (AttentionGeometry(32, 8, 128, cache_dtype=E4M3), 8, 8192, 64, False),
+    (AttentionGeometry(32, 8, 128, cache_dtype=E5M2), 8, 8192, 64, False),
+    (AttentionGeometry(32, 8, 128, cache_dtype=torch.int8), 8, 8192, 64, False),
+    (AttentionGeometry(16, 8, 128, qk_norm_eps=1e-6), 256, 0, 64, False),
+    (AttentionGeometry(64, 8, 64, window=128), 8, 8192, 64, True),
+    (AttentionGeometry(8, 8, 80), 8, 100, 16, False),
+    (AttentionGeometry(8, 4, 256, window=4096, softcap=50.0), 8, 8192, 64, False),
 ]
 
 
@@ -33,7 +35,6 @@ def launch(
     decode: int,
     tokens: int,
     size: int,
-    dtype: torch.dtype,
     sinks: bool,
     make: type[TritonPagedAttention] = TritonPagedAttention,
 ) -> None:
@@ -52,7 +53,7 @@ def launch(
     heads, dim = geometry.num_heads + geometry.num_kv_heads, geometry.head_dim
     attention(
         meta(total, (heads + geometry.num_kv_heads) * dim),
-        meta(*attention.kv_shape(1000, size), dtype=dtype),
+        meta(*attention.kv_shape(1000, size), dtype=geometry.cache_dtype or BF16),
         state,
         None if geometry.qk_norm_eps is None else meta(heads, dim),
         meta(geometry.num_heads) if sinks else None,

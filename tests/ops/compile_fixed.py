@@ -7,8 +7,6 @@ import json
 import re
 from dataclasses import asdict, replace
 
-import torch
-
 from octavo.ops.attention import AttentionGeometry
 from octavo.ops.triton.fixed_attention import FixedPagedAttention
 from octavo.ops.triton.fixed_linear import FixedLinear
@@ -36,7 +34,7 @@ def main() -> None:
             for rows in ROWS:
                 linear(meta(rows, k), meta(rows, n) if epilogue == "add" else None)
         for geometry in GEOMETRIES:
-            launch(geometry, 7, 20, 64, torch.bfloat16, False, FixedPagedAttention)
+            launch(geometry, 7, 20, 64, False, FixedPagedAttention)
     for one in launches:
         compiled = compile_launch(one)
         row = asdict(replace(compiled, ptx="")) | {

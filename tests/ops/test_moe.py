@@ -12,7 +12,8 @@ from octavo.ops import moe, registry
 from octavo.ops.float8 import quantize_float8
 from octavo.ops.quantized import quantize
 from octavo.ops.routing import Routing
-from octavo.ops.tables import NF4, quantize_table
+from octavo.ops.tables import quantize_table
+from octavo.quant.bitsandbytes import TABLES
 from octavo.quant.multiply import LinearVersions
 from tests.ops.comparing import assert_close, randn
 from tests.ops.moe_cases import DEEPSEEK_V3, ROUTINGS, Weights, random_choice
@@ -156,7 +157,7 @@ def test_lists_of_experts_are_as_one_tensor():
 
 QUANTIZED_EXPERTS = {
     "QuantizedWeight": lambda weight: quantize(weight, 16),
-    "TableWeight": lambda weight: quantize_table(weight, NF4, 16),
+    "TableWeight": lambda weight: quantize_table(weight, TABLES["nf4"], 16),
     "Float8Weight": lambda weight: quantize_float8(weight, (1, 0)),
 }
 

@@ -323,6 +323,14 @@ def test_copy_blocks_copies_in_every_layer():
     assert [cache.flatten().tolist() for cache in caches] == [[3, 1, 1, 3, 4], [30, 10, 10, 30, 40]]
 
 
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
+def test_copy_blocks_copies_8_bits_as_they_are(dtype):
+    bits = torch.arange(256).to(torch.uint8).view(4, 2, 32)
+    cache = bits.clone().view(dtype)
+    copy_blocks([cache], torch.tensor([[3, 0]]))
+    assert torch.equal(cache.view(torch.uint8), bits[[3, 1, 2, 3]])
+
+
 def test_select_prefers_the_last_version_that_runs():
     assert registry.select("linear", "cpu", torch.float16).name == "torch"
     names = [v.name for v in registry.versions("linear") if v.available("cpu", torch.bfloat16)]

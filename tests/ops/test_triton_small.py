@@ -51,14 +51,17 @@ def test_padding_ids_are_harmless():
     assert found.sum(1).tolist() == [16, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float8_e5m2, torch.int8))
 @pytest.mark.parametrize("shape", [(6, 2, 2, 16, 16), (5, 1, 2, 64, 80)])
-def test_copy_blocks(shape):
-    caches = [randn(*shape, seed=layer).half() for layer in range(3)]
+def test_copy_blocks(shape, dtype):
+    caches = [(9 * randn(*shape, seed=layer)).to(dtype) for layer in range(3)]
     expected = [cache.clone() for cache in caches]
     pairs = torch.tensor([[1, 2], [0, 4]])
     copy_blocks(expected, pairs)
     triton_version("copy_blocks").call(caches, pairs)
-    assert all(torch.equal(found, want) for found, want in zip(caches, expected))
+    bits = torch.int16 if dtype.itemsize == 2 else torch.uint8
+    assert all(torch.equal(x.view(bits), y.view(bits)) for x, y in zip(caches, expected))
+    assert not torch.equal(caches[0][1].view(bits), caches[0][0].view(bits))
 
 
 def test_copy_blocks_refuses_caches_it_cannot_address():

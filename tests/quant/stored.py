@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +22,29 @@ def words(rng: np.random.Generator, *shape: int) -> Tensor:
 
 def numbers(rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.from_numpy(rng.normal(size=shape)).to(dtype)
+
+
+def encoded(tensor: Tensor) -> dict[str, Any]:
+    """For a JSON file of vectors."""
+    raw = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.flatten()).view(torch.uint8)
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "base64": base64.b64encode(raw.numpy().tobytes()).decode(),
+    }
+
+
+def decoded(stored: dict[str, Any]) -> Tensor:
+    raw = bytearray(base64.b64decode(stored["base64"]))
+    return torch.frombuffer(raw, dtype=getattr(torch, stored["dtype"])).view(stored["shape"])
+
+
+def vectors(name: str) -> dict[str, Any]:
+    """What the script of that name wrote."""
+    found: dict[str, Any] = json.loads(
+        (Path(__file__).parent / "vectors" / f"{name}.json").read_text()
+    )
+    return found
 
 
 def equal(one: Tensor, other: Array) -> None:

@@ -61,9 +61,9 @@ def test_reads_what_is_stored(
 def test_a_code_of_three_bits_crosses_words() -> None:
     # Codes 10 and 21 of 32 lie in two words: 0b101 as 01 at bit 30 and 1 at bit 0 of the next,
     # 0b110 as 0 at bit 31 and 11 at bits 0 and 1.
-    stream = torch.tensor([[0b01 << 30], [1], [0b11]], dtype=torch.int64)
+    stream = torch.tensor([[0b01 << 30, 1, 0b11]], dtype=torch.int64)
     stored = torch.where(stream >= 1 << 31, stream - (1 << 32), stream).int()
-    codes = unpack(stored, 3, 32)[:, 0].tolist()
+    codes = unpack(stored, 3, 32)[0].tolist()
     assert codes == [0] * 10 + [5] + [0] * 10 + [6] + [0] * 10
     assert torch.equal(pack(unpack(stored, 3, 32), 3), stored)
 
@@ -96,8 +96,8 @@ def test_a_symmetric_checkpoint_means_the_same_whatever_its_version_field(
     assert isinstance(format, GPTQ)
     tensors = random_tensors(format, 32, 64)
     middle = 1 << (bits - 1)
-    stored = torch.full((32, 2), middle - (written == "gptq"), dtype=torch.uint8)
-    tensors["qzeros"] = pack(stored, bits).T.contiguous()
+    stored = torch.full((2, 32), middle - (written == "gptq"), dtype=torch.uint8)
+    tensors["qzeros"] = pack(stored, bits)
     weight = format.read(tensors, 32, 64)
     assert (weight.zero, weight.zeros) == (middle, None)
     equal(weight.dense(), slow(replace(format, version=written), tensors))
@@ -117,12 +117,17 @@ def test_equal_zeros_of_a_checkpoint_that_is_not_symmetric_follow_its_field(vers
     assert not format.notes
 
 
-def test_a_zero_of_nought_in_v1_is_stored_wrapped() -> None:
-    format = GPTQ(4, 32, False)
-    tensors = random_tensors(format, 8, 32)
-    tensors["qzeros"] = torch.tensor([[-1 & 0x7FFFFFFF]], dtype=torch.int32)  # 15 but for the last
-    zeros = format.read(tensors, 8, 32).zeros
-    assert zeros is not None and zeros[:, 0].tolist() == [0] * 7 + [8]
+@pytest.mark.parametrize("bits", (2, 4, 8))
+def test_zeros_of_nought_in_v1_borrow_from_the_next(bits: int) -> None:
+    """As GPTQModel writes them: the words of v2 minus one in every place."""
+    format = GPTQ(bits, 32, False)
+    tensors = random_tensors(format, 32, 64)
+    zeros = torch.from_numpy(np.random.default_rng(3).integers(0, 1 << bits, (32, 2))).byte()
+    zeros[1::3] = 0
+    ones = sum(1 << bits * place for place in range(32 // bits))
+    tensors["qzeros"] = pack(zeros.T, bits) - ones
+    found = format.read(tensors, 32, 64).zeros
+    assert found is not None and torch.equal(found, zeros)
 
 
 def test_groups_of_other_sizes_than_told_are_refused() -> None:
@@ -163,8 +168,8 @@ def test_what_is_written_is_read_the_same(bits: int, version: str, act_order: bo
     format = GPTQ(bits, 32, False, version)
     tensors = random_tensors(format, 32, 96)
     # v1 cannot tell a zero of nought: no stored zero has all bits set.
-    stored = unpack(tensors["qzeros"].T, bits, 32).clamp(max=(1 << bits) - 2)
-    tensors["qzeros"] = pack(stored, bits).T.contiguous()
+    stored = unpack(tensors["qzeros"], bits, 32).clamp(max=(1 << bits) - 2)
+    tensors["qzeros"] = pack(stored, bits)
     order = np.random.default_rng(2).permutation(96) if act_order else np.arange(96)
     tensors["g_idx"] = torch.from_numpy(order // 32).int()
     written = format.write(format.read(tensors, 32, 96))

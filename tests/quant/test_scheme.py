@@ -25,6 +25,35 @@ def read(values: dict[str, Any], key: str = "quantization_config") -> Scheme:
     return scheme
 
 
+FP8 = {"quant_method": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    (
+        ({**FP8, "activation_scheme": "token"}, "activation_scheme is 'token'; supported: dynamic"),
+        ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\]; supported: two num"),
+        ({**FP8, "weight_block_size": "128"}, "weight_block_size is '128'; supported: two numbers"),
+        (
+            {**FP8, "weight_block_size": [0, 128]},
+            r"weight_block_size is \[0, 128\]; supported: two",
+        ),
+        (
+            {**FP8, "weight_block_size": [1.5, 2]},
+            r"weight_block_size is \[1.5, 2\]; supported: two",
+        ),
+        (
+            {**FP8, "weight_block_size": [128, 128], "activation_scheme": "static"},
+            "activation_scheme is 'static'; supported: dynamic, with weight_block_size",
+        ),
+        ({**FP8, "ignored_layers": [1]}, r"ignored_layers is \[1\]; supported: a list of names"),
+    ),
+)
+def test_what_is_not_supported_of_fp8_is_refused(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config.json: quantization_config.{message}"):
+        read_scheme({"quantization_config": values}, None, "config.json")
+
+
 def test_a_dense_checkpoint_has_no_scheme(tmp_path: Path) -> None:
     assert read_scheme({}, tmp_path, "config.json") is None
     assert read_scheme({"quantization_config": None}, None, "config.json") is None
@@ -92,6 +121,13 @@ def test_gptq_of_some_modules_of_each_block() -> None:
         ({**GPTQ_4, "dynamic": {"-:(": {}}}, "dynamic holds '\\(': no regular expression"),
         ({**GPTQ_4, "dynamic": {".*": {"bits": 7}}}, r"dynamic\.\.\*\.bits is 7; supported"),
         ({**GPTQ_4, "modules_in_block_to_quantize": [1]}, "supported: lists of names"),
+        ({**GPTQ_4, "modules_in_block_to_quantize": 1}, "supported: lists of names"),
+        ({**GPTQ_4, "dynamic": [".*"]}, r"dynamic is \['\.\*'\]; supported: a JSON object"),
+        ({**GPTQ_4, "dynamic": {".*": 8}}, r"dynamic\.\.\* is 8; supported: a JSON object"),
+        ({**GPTQ_4, "bits": 4.0}, "bits is 4.0; supported: 2 or 3 or 4 or 8"),
+        ({**GPTQ_4, "bits": [4]}, r"bits is \[4\]; supported: 2 or 3 or 4 or 8"),
+        ({**GPTQ_4, "group_size": "128"}, "group_size is '128'; supported: -1 or a multiple"),
+        ({**GPTQ_4, "quant_method": ["gptq"]}, r"quant_method is \['gptq'\]; supported: gptq"),
         ({**AWQ_4, "bits": 3}, "quantization_config.bits is 3; supported: 4"),
         ({**AWQ_4, "version": "gemv"}, "version is 'gemv'; supported: gemm"),
         ({**AWQ_4, "version": "GEMV_FAST"}, "version is 'gemv_fast'; supported: gemm"),

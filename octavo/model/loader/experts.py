@@ -12,9 +12,9 @@ from torch import Tensor
 
 from octavo.model.families.experts import ExpertLayout
 from octavo.model.linear import dense
-from octavo.model.loader import mxfp4
 from octavo.model.spec import DecoderSpec, MoESpec
 from octavo.ops.weights import Weight, fit_together, joined
+from octavo.quant import mxfp4
 
 _OURS = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.(.+)")
 
@@ -96,7 +96,7 @@ class StoredExperts:
         """Our tensor of that name from its pieces."""
         values: Weight
         if len(pieces) == 2 and self.layout.form == "mxfp4":
-            values = mxfp4.weight(*pieces)  # type: ignore[arg-type]
+            values = mxfp4.read(*pieces)  # type: ignore[arg-type]
         elif fit_together(pieces):
             values = joined(pieces)
         else:

@@ -1,8 +1,8 @@
-"""GGUF's quantized types as groups of codes, exactly as stored, which is what the CPU kernels
-multiply, and the numbers they stand for.
+"""GGUF's quantized types as groups of codes, exactly as stored, which is what kernels multiply,
+and the numbers they stand for.
 
-Layouts: https://github.com/ggml-org/ggml (ggml-common.h). A block of the types with ``_K`` holds
-256 values, of the others 32.
+Layouts: https://github.com/ggml-org/ggml (ggml-common.h). A block of the types with ``_K``
+and of IQ4_XS holds 256 values, of the others 32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.ops.weights import QuantizedWeight
+from octavo.ops.weights import Quantized, QuantizedWeight, TableWeight
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class _Groups:
 
 @dataclass(frozen=True)
 class Kind:
-    """``num_bytes`` and ``size`` (values) are a block's. ``read``: uint8 [n, bytes] -> groups."""
+    """``num_bytes`` and ``size`` (values) are a block's. ``read``: uint8 [n, bytes] -> groups.
+    ``table``: what codes stand for, where that is no even grid."""
 
     num_bytes: int
     size: int
@@ -35,15 +36,20 @@ class Kind:
     bits: int
     zero: int
     read: Callable[[Tensor], _Groups]
+    table: tuple[float, ...] | None = None
 
 
-def grouped(raw: Tensor, kind: str, shape: tuple[int, ...]) -> QuantizedWeight:
+def grouped(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Quantized:
     """raw: uint8, all bytes of a tensor of type ``kind`` (a key of ``KINDS``); shape: (out, in)."""
     found, rows = KINDS[kind], shape[0]
     groups = found.read(raw.view(-1, found.num_bytes))
+    codes, scales = groups.codes.reshape(shape), groups.scales.reshape(rows, -1)
+    if found.table is not None:
+        table = torch.tensor(found.table, device=raw.device)
+        return TableWeight(codes, table, scales.float(), found.bits, found.group)
     return QuantizedWeight(
-        groups.codes.reshape(shape),
-        groups.scales.reshape(rows, -1),
+        codes,
+        scales,
         None if groups.minimums is None else groups.minimums.reshape(rows, -1),
         found.bits,
         found.group,
@@ -56,7 +62,11 @@ def expanded(blocks: Tensor, kind: str) -> Tensor:
     products are exact, a minimum is added with one rounding."""
     found = KINDS[kind]
     groups = found.read(blocks)
-    values = groups.codes.view(len(blocks), -1, found.group).float()
+    codes = groups.codes.view(len(blocks), -1, found.group)
+    if found.table is not None:
+        values = torch.tensor(found.table, device=blocks.device)[codes.int()]
+    else:
+        values = codes.float()
     if found.zero:
         values -= found.zero
     values *= groups.scales[:, :, None]
@@ -66,11 +76,16 @@ def expanded(blocks: Tensor, kind: str) -> Tensor:
 
 
 def bytes_per_value(kinds: Collection[str]) -> float:
-    """Of packed weights of these types that are multiplied as one (``alike``)."""
+    """Of packed weights of these types that are multiplied as one (``alike``); where some are of
+    tables, at most, as these are packed apart."""
+    if any(KINDS[kind].table for kind in kinds):
+        grids = {kind for kind in kinds if not KINDS[kind].table}
+        of_tables = max((4 + 32 / k.group) / 8 for k in KINDS.values() if k.table)
+        return max(of_tables, bytes_per_value(grids) if grids else 0.0)
     found = [KINDS[kind] for kind in kinds]
     zeros = {kind.zero for kind in found}
     bits, group = max(kind.bits for kind in found), min(kind.group for kind in found)
-    apart = len(zeros) > 1 and bits == 4  # codes of 8 bits are moved to one zero
+    apart = len(zeros) > 1 and bits < 8  # codes of 8 bits are moved to one zero
     wide = apart or any(kind.endswith("_K") for kind in kinds)
     numbers = 2 if 0 in zeros or apart else 1  # of a group: its scale, its minimum
     return bits / 8 + (4 if wide else 2) * numbers / group
@@ -145,13 +160,58 @@ def _q6_k(blocks: Tensor) -> _Groups:
     return _Groups((low | high << 4).flatten(1), _half(blocks, 208).float() * factors)
 
 
+def _quarters(packed: Tensor) -> Tensor:
+    """uint8 [..., n] -> [..., 4, n]: the lowest two bits of all, the next two ..."""
+    shifts = 2 * torch.arange(4, dtype=torch.uint8, device=packed.device)[:, None]
+    return packed[..., None, :] >> shifts & 3
+
+
+def _q2_k(blocks: Tensor) -> _Groups:
+    """A byte of factors for each 16 values: of the scale, and above of what is taken away."""
+    factors, codes = blocks[:, :16], _quarters(blocks[:, 16:80].reshape(-1, 2, 32))
+    scale, low = _half(blocks, 80).float(), _half(blocks, 82).float()
+    return _Groups(
+        codes.flatten(1), scale * (factors & 15).float(), -(low * (factors >> 4).float())
+    )
+
+
+def _q3_k(blocks: Tensor) -> _Groups:
+    """Third bits apart, and 6-bit factors of each 16 values: eight bytes hold four bits of two of
+    them, four bytes two bits of four."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+    third = (blocks[:, None, :32] >> shifts & 1).view(-1, 2, 4, 32)
+    codes = _quarters(blocks[:, 32:96].reshape(-1, 2, 32)) | third << 2
+    low, high = _nibbles(blocks[:, 96:104]), _quarters(blocks[:, 104:108]).flatten(1)
+    factors = (low | high << 4).float() - 32
+    return _Groups(codes.flatten(1), _half(blocks, 108).float() * factors)
+
+
+def _iq4_nl(blocks: Tensor) -> _Groups:
+    return _Groups(_nibbles(blocks[:, 2:]), _half(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> _Groups:
+    """Eight groups, whose 6-bit factors lie as two bits of each in bytes 2 and 3 and four in bytes
+    4 to 7."""
+    high = _quarters(blocks[:, 2:4]).transpose(1, 2).flatten(1)
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
+    factors = (low | high << 4).float() - 32
+    codes = _nibbles(blocks[:, 8:].reshape(-1, 8, 16))
+    return _Groups(codes.flatten(1), _half(blocks, 0).float() * factors)
+
+
+_IQ4 = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
 KINDS = {
     "Q4_0": Kind(18, 32, 32, 4, 8, _q4_0),
     "Q4_1": Kind(20, 32, 32, 4, 0, _q4_1),
     "Q5_0": Kind(22, 32, 32, 8, 16, _q5_0),
     "Q5_1": Kind(24, 32, 32, 8, 0, _q5_1),
     "Q8_0": Kind(34, 32, 32, 8, 128, _q8_0),
+    "Q2_K": Kind(84, 256, 16, 2, 0, _q2_k),
+    "Q3_K": Kind(110, 256, 16, 3, 4, _q3_k),
     "Q4_K": Kind(144, 256, 32, 4, 0, _q4_k),
     "Q5_K": Kind(176, 256, 32, 8, 0, _q5_k),
     "Q6_K": Kind(210, 256, 16, 8, 32, _q6_k),
+    "IQ4_NL": Kind(18, 32, 32, 4, 0, _iq4_nl, _IQ4),
+    "IQ4_XS": Kind(136, 256, 32, 4, 0, _iq4_xs, _IQ4),
 }

@@ -18,10 +18,12 @@ from octavo.model.decoder import Model
 from octavo.model.dtype import choose_dtype
 from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_config
 from octavo.model.families.catalogue import family_of
+from octavo.model.kv_cache import choose_cache_dtype
 from octavo.model.layer import Part
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
 from octavo.model.loader.gguf_groups import KINDS
+from octavo.model.loader.kv_scales import settle_cache
 from octavo.model.loader.pickled import read_pickled
 from octavo.model.loader.safetensors import SafetensorsSource, read_safetensors
 from octavo.model.loader.shards import Headers
@@ -46,12 +48,7 @@ def load_model(
     """
     with closing(open_source(Path(path), config.model, device)) as source:
         dtype, reason = choose_dtype(config.model.dtype, device, source.dtype)
-        computed, kept = str(dtype).removeprefix("torch."), config.cache.kv_cache_dtype
-        if kept not in ("auto", computed, "int8"):
-            raise ConfigError(
-                f"--kv-cache-dtype {kept}: this version keeps the cache in the numbers it computes "
-                f"with, {computed}, or in int8; use auto, or --dtype {kept}"
-            )
+        cache_dtype = choose_cache_dtype(config.cache.kv_cache_dtype, dtype, device)
         quantization = source.quantization
         name, why = quantization.name, quantization.reason
         if quantization.keeps_groups:
@@ -63,13 +60,15 @@ def load_model(
             config.model.deterministic,
             quantization.rounding,
             quantization.rounds_inputs,
-            kept == "int8",
+            cache_dtype,
         )
         model.quantization = name
         model.reasons["dtype"] = reason
         if name:
             model.reasons["quantization"] = f"{name}: {why}"
         load_weights(model, source, dtype, progress)
+        if cache_dtype is not None:
+            model.reasons["kv_cache_dtype"] = settle_cache(model, source)
         if quantization.scheme and quantization.scheme.notes:
             model.reasons["checkpoint"] = "; ".join(quantization.scheme.notes)
     return model
@@ -197,6 +196,9 @@ def _weight_bytes(
         size += rounding.bytes_of(*shape)
     elif tied and model.device == "cpu" and not shared:
         size += math.prod(shape) * dtype.itemsize
+    if shared and model.device != "cpu":  # rows come from an expanded copy
+        packed = 0 if tied else source.bytes_packed({"embed.weight": shape}, dtype)
+        size += math.prod(shape) * dtype.itemsize - packed
     return size, of_layers
 
 
@@ -219,7 +221,7 @@ def _fetched(
             wanted = dict(part.wanted())
             size = sum(map(math.prod, wanted.values())) * dtype.itemsize
             calls = {
-                name: source.fetch(name, shape, _kept(name, dtype), shares.get(name, WHOLE))
+                name: source.fetch(name, shape, kept_dtype(name, dtype), shares.get(name, WHOLE))
                 for name, shape in wanted.items()
             }
             coming.append((part, calls, size))
@@ -231,7 +233,7 @@ def _fetched(
         yield part, {name: call() for name, call in calls.items()}
 
 
-def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
+def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Divisors of the rotary frequencies stay FP32: rounding turns far positions by radians. So do
     a router's corrections, which differ by less than BF16 tells apart."""
     exact = name.startswith("rope_factors") or name.endswith("router.correction")

@@ -20,6 +20,8 @@ from octavo.types import ConfigError
 
 SINGLE = "pytorch_model.bin"
 _PATTERN = "pytorch_model*.bin"
+_SQUEEZELLM = "sq-*.pt"  # as its authors publish them
+_COUNTS = "sparse_threshold."  # beside its tensors: how many outliers a module has
 _ZIP = b"PK\x03\x04"
 # What safetensors calls torch's types.
 _NAMES = {
@@ -28,13 +30,21 @@ _NAMES = {
     torch.bfloat16: "BF16",
     torch.float64: "F64",
     torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 
 
 def read_pickled(directory: Path) -> dict[str, Stored]:
-    """Every tensor of ``pytorch_model.bin``, its shards (with an index or without). {} where there
-    are none. Raises ConfigError, in one line, for a file that is anything but tensors by name."""
-    return read_checkpoint(directory, SINGLE, _PATTERN, _read_file)
+    """Every tensor of ``pytorch_model.bin``, its shards (with an index or without), or SqueezeLLM's
+    file. {} where there are none. Raises ConfigError, in one line, for a file that is anything but
+    tensors by name."""
+    found = read_checkpoint(directory, SINGLE, _PATTERN, _read_file)
+    return found or read_checkpoint(directory, SINGLE, _SQUEEZELLM, _read_file)
 
 
 def _read_file(file: Path) -> dict[str, Stored]:
@@ -56,7 +66,12 @@ def _read_file(file: Path) -> dict[str, Stored]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{file}: holds a {type(content).__name__}, not tensors by name")
     size = file.stat().st_size
-    return {str(name): _stored(file, size, name, value) for name, value in content.items()}
+    tensors = {
+        name: value
+        for name, value in content.items()
+        if not (str(name).startswith(_COUNTS) and isinstance(value, int))
+    }
+    return {str(name): _stored(file, size, name, value) for name, value in tensors.items()}
 
 
 def _check_kind(file: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,7 +55,12 @@ _CODES = {
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
+# Scales of what attention gets or keeps, which a cache of other numbers does without.
+_KV_SCALE = re.compile(
+    r".*\.(attn|self_attn|attention|[a-z]+_proj)\.([qkv]_scale|kv_scale|(prob_)?output_scale)"
+)
 _SINGLE, _PATTERN = "model.safetensors", "*.safetensors"
 
 
@@ -106,11 +112,20 @@ class SafetensorsSource:
         return self._projections.stored_as(name, shape)
 
     def is_needless(self, name: str) -> bool:
-        """AutoGPTQ gives every projection a bias: zeros, where the model has none."""
+        """Scales of the KV cache (``loader.kv_scales``), and biases, which AutoGPTQ gives every
+        projection: zeros, where the model has none."""
         tensor = self._stored[name]
+        if _KV_SCALE.fullmatch(name):
+            return True
         if not self._projections.is_spare(name):
             return False
         return not self._copied(tensor, lambda values: values, torch.uint8).any()
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A stored tensor of floating point numbers, on the CPU."""
+        tensor = self._stored[name]
+        kind = _kind(tensor, name, _DTYPES)
+        return self._copied(tensor, lambda x: x.view(kind).view(tensor.shape), dtype)
 
     def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
         return sum(self._bytes_of(name, shape, dtype) for name, shape in shapes.items())

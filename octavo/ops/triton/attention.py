@@ -28,6 +28,7 @@ from octavo.ops.triton.attention_configs import (
     prefill_config,
 )
 from octavo.ops.triton.decode_attention import decode_attention_kernel
+from octavo.ops.triton.kept import KINDS, piece_size
 from octavo.ops.triton.prefill_attention import prefill_attention_kernel
 from octavo.ops.triton.rope_cache import rope_cache_kernel
 
@@ -41,6 +42,7 @@ class Workspace:
     partial: Tensor  # FP32, WORKSPACE_BYTES
     state: Tensor  # FP32
     arrived: Tensor  # int32
+    ones: Tensor  # FP32 [2, kv heads], scales of FP8 where there are none
 
     @staticmethod
     def allocate(geometry: AttentionGeometry, device: torch.device) -> Workspace:
@@ -50,21 +52,19 @@ class Workspace:
             torch.empty(WORKSPACE_BYTES // 4, dtype=torch.float32, device=device),
             torch.empty(state, dtype=torch.float32, device=device),
             torch.zeros(parts, dtype=torch.int32, device=device),
+            torch.ones(2, geometry.num_kv_heads, dtype=torch.float32, device=device),
         )
 
 
 @dataclass(slots=True)
 class Layer:
-    """What attention gets of one layer; see ``PagedAttention.__call__``."""
+    """What attention gets of one layer; see ``PagedAttention.__call__``. ``scales``: FP32, what
+    kernels take as ``scale_ptr``."""
 
     cache: Tensor
     qk_weight: Tensor | None = None
     sinks: Tensor | None = None
-    kv_scales: tuple[float, float] = (1.0, 1.0)
-
-    @property
-    def fp8(self) -> bool:
-        return self.cache.dtype == torch.float8_e4m3fn
+    scales: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -85,10 +85,10 @@ def rotations_by_token(batch: BatchColumns, rope: Rope) -> Tensor:
     return torch.cat(rope(positions, batch.seq_lens[rows].long()), dim=1)
 
 
-def score_scales(geometry: AttentionGeometry, layer: Layer) -> tuple[float, float | None]:
-    """Of query times stored key, ``scale`` and ``inner`` of the kernels: to units of log 2, and
-    with softcap what the exponent of tanh takes."""
-    scale = geometry.scale * (layer.kv_scales[0] if layer.fp8 else 1.0)
+def score_scales(geometry: AttentionGeometry) -> tuple[float, float | None]:
+    """Of query times key, ``scale`` and ``inner`` of the kernels: to units of log 2, and with
+    softcap what the exponent of tanh takes."""
+    scale = geometry.scale
     if geometry.softcap is None:
         return scale * math.log2(math.e), None
     inner = 2 * math.log2(math.e) * scale / geometry.softcap
@@ -97,16 +97,23 @@ def score_scales(geometry: AttentionGeometry, layer: Layer) -> tuple[float, floa
 
 @register("paged_attention", "triton", launch.available, tolerance=8.0)
 class TritonPagedAttention:
-    """Cache: [block, kv head, k|v, offset, d]; block_size a power of two, 16 at least."""
+    """Cache: [block, kv head, k|v, offset, d]; block_size a power of two, 16 at least. With int8
+    [block, kv head, k|v, block_size * (d + 4)]: the numbers, then their FP32 scales."""
 
     def __init__(self, geometry: AttentionGeometry) -> None:
+        if geometry.cache_dtype not in KINDS:
+            raise ValueError(f"a cache of {geometry.cache_dtype} is not written in Triton")
         self.geometry = geometry
+        self.kind = KINDS[geometry.cache_dtype]
         self._workspace: Workspace | None = None
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         if block_size < 16 or block_size & (block_size - 1):
             raise ValueError(f"block size {block_size}: must be a power of two, 16 at least")
-        return (num_blocks, self.geometry.num_kv_heads, 2, block_size, self.geometry.head_dim)
+        heads, dim = self.geometry.num_kv_heads, self.geometry.head_dim
+        if self.geometry.cache_dtype == torch.int8:
+            return (num_blocks, heads, 2, piece_size(block_size, dim, self.kind))
+        return (num_blocks, heads, 2, block_size, dim)
 
     def prepare(self, batch: BatchColumns, rope: Rope, dtype: torch.dtype) -> Step:
         """The first call on a device takes memory there: not while a graph is captured."""
@@ -127,14 +134,13 @@ class TritonPagedAttention:
         state: Step,
         qk_weight: Tensor | None = None,
         sinks: Tensor | None = None,
-        kv_scales: tuple[float, float] = (1.0, 1.0),
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
-        layer = Layer(cache, qk_weight, sinks, kv_scales)
-        if not layer.fp8 and cache.dtype != qkv.dtype:
-            raise ValueError(
-                f"a cache of {cache.dtype} for {qkv.dtype}: keep it in that or in E4M3"
-            )
         batch, geometry = state.batch, self.geometry
+        kept_in = geometry.cache_dtype or qkv.dtype
+        if cache.dtype != kept_in:
+            raise ValueError(f"the cache must be {kept_in}, not {cache.dtype}")
+        layer = self.layer(cache, state, qk_weight, sinks, kv_scales)
         out = qkv.new_empty(len(qkv), geometry.num_heads * geometry.head_dim)
         rows, tokens = len(batch.seq_lens) - batch.decode_rows, len(qkv) - batch.decode_rows
         if tokens:
@@ -147,6 +153,22 @@ class TritonPagedAttention:
             self.decode(qkv, layer, out, state, config)
         return out
 
+    def layer(
+        self,
+        cache: Tensor,
+        step: Step,
+        qk_weight: Tensor | None = None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+    ) -> Layer:
+        """``kv_scales``: as of ``PagedAttention.__call__``."""
+        if self.geometry.cache_dtype is None:
+            return Layer(cache, qk_weight, sinks)
+        if self.geometry.cache_dtype == torch.int8:
+            return Layer(cache, qk_weight, sinks, cache.view(torch.float32))
+        scales = step.workspace.ones if kv_scales is None else kv_scales
+        return Layer(cache, qk_weight, sinks, scales)
+
     def rope_cache(self, qkv: Tensor, layer: Layer, out: Tensor, step: Step) -> None:
         """Tokens after the decode rows': q in place, k and v into the cache, 0 into ``out`` where
         the token is padding."""
@@ -155,13 +177,13 @@ class TritonPagedAttention:
         rope_cache_kernel[(len(qkv) - first,)](
             qkv,
             layer.cache,
+            layer.scales,
             out,
             batch.slot_mapping,
             batch.positions,
             step.rotations,
             layer.qk_weight,
             first,
-            *layer.kv_scales,
             geometry.qk_norm_eps,
             HEADS=geometry.num_heads,
             KV_HEADS=geometry.num_kv_heads,
@@ -171,7 +193,7 @@ class TritonPagedAttention:
             QK_NORM=geometry.qk_norm_eps is not None,
             BY_TOKEN=step.by_token,
             HEADS_AT_ONCE=min(8, launch.next_power_of_2(geometry.num_heads)),
-            FP8=layer.fp8,
+            KIND=self.kind,
             **launch.options(4),
         )
 
@@ -190,7 +212,7 @@ class TritonPagedAttention:
         first, kv_heads, dim = batch.decode_rows, geometry.num_kv_heads, geometry.head_dim
         rows = len(batch.seq_lens) - first
         tiles = (len(qkv) - first) // (config.rows // group_of(geometry)) + rows
-        scale, inner = score_scales(geometry, layer)
+        scale, inner = score_scales(geometry)
         cache_rows = None
         if config.tma:
             lines = layer.cache.view(-1, dim)
@@ -199,6 +221,7 @@ class TritonPagedAttention:
             qkv,
             layer.cache,
             cache_rows,
+            layer.scales,
             out,
             batch.query_starts,
             batch.seq_lens,
@@ -209,7 +232,6 @@ class TritonPagedAttention:
             batch.block_tables.stride(0),
             scale,
             inner,
-            layer.kv_scales[1],
             HEADS=geometry.num_heads,
             KV_HEADS=kv_heads,
             DIM=dim,
@@ -221,7 +243,8 @@ class TritonPagedAttention:
             WINDOW=geometry.window or 0,
             SOFTCAP=geometry.softcap is not None,
             SINKS=layer.sinks is not None,
-            FP8=layer.fp8,
+            KIND=self.kind,
+            ASM=not launch.INTERPRETED,
             TMA=config.tma,
             ALIKE=config.alike,
             **launch.options(config.warps, num_stages=config.stages),
@@ -240,7 +263,7 @@ class TritonPagedAttention:
         of the same number (a token and its drafts): attention, after rope_cache."""
         geometry, batch = self.geometry, step.batch
         wide, live = padded(geometry.head_dim), group_of(geometry) * queries
-        scale, inner = score_scales(geometry, layer)
+        scale, inner = score_scales(geometry)
         # At one row, launching it normally between kernels with early triggers is faster.
         pdl = launch.pdl_for(len(qkv))
         pdl = launch.OFF if pdl == launch.EARLY else pdl
@@ -248,7 +271,8 @@ class TritonPagedAttention:
         decode_attention_kernel[(config.splits, geometry.num_kv_heads, batch.decode_rows)](
             qkv,
             layer.cache,
-            layer.cache.view(torch.int16) if layer.fp8 else None,
+            layer.cache.view(torch.int16) if self.kind else None,
+            layer.scales,
             out,
             batch.slot_mapping,
             batch.seq_lens,
@@ -263,7 +287,6 @@ class TritonPagedAttention:
             config.min_tiles,
             scale,
             inner,
-            *layer.kv_scales,
             geometry.qk_norm_eps,
             HEADS=geometry.num_heads,
             KV_HEADS=geometry.num_kv_heads,
@@ -279,7 +302,7 @@ class TritonPagedAttention:
             BY_TOKEN=step.by_token,
             SOFTCAP=geometry.softcap is not None,
             SINKS=layer.sinks is not None,
-            FP8=layer.fp8,
+            KIND=self.kind,
             ASM=not launch.INTERPRETED,
             ROWS_AT_ONCE=max(1, at_once),
             SPLITS_AT_ONCE=SPLITS_AT_ONCE,

@@ -1,7 +1,7 @@
 """What the attention kernels share: where keys lie, heads before attention, the running softmax.
 
 Cache: [block, kv head, 2, block_size, d]. The keys of one block and head are one piece, its values
-the next, so that, seen as rows of d numbers, a token's value lies block_size rows after its key.
+the next. With int8 (kept.py) the scales of a piece follow its numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ LOWEST = tl.constexpr(-1e30)  # before any score; finite, so that rows which see
 
 
 @triton.jit
-def key_rows(
+def key_places(
     table_ptr,
     start,
     last,
@@ -22,8 +22,9 @@ def key_rows(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rows of the cache, int64 [TILE], with the keys of positions start .. start + TILE - 1.
-    ``start``: a multiple of TILE. Beyond ``last`` they hold anything, but are the context's own."""
+    """Where the keys of positions start .. start + TILE - 1 lie: which pieces of the cache, int64
+    [TILE] or one for all, and which places there, [TILE]. ``start``: a multiple of TILE. Beyond
+    ``last`` they hold anything, but are the context's own."""
     offsets = tl.arange(0, TILE)
     if TILE <= BLOCK_SIZE:
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
@@ -32,7 +33,7 @@ def key_rows(
         positions = tl.minimum(start + offsets, last)
         block = tl.load(table_ptr + positions // BLOCK_SIZE).to(tl.int64)
         places = positions % BLOCK_SIZE
-    return (block * KV_HEADS + head) * (2 * BLOCK_SIZE) + places
+    return (block * KV_HEADS + head) * 2, places
 
 
 @triton.jit
@@ -74,36 +75,3 @@ def share_of(highest, total, sink_ptr, heads, live, SINKS: tl.constexpr):
     else:
         share = 1.0 / tl.maximum(total, 1e-30)
     return share
-
-
-@triton.jit
-def fp8_pairs(pairs, ASM: tl.constexpr):
-    """int16, two neighbouring E4M3 numbers each: FP16 tensors of the first and of the second ones,
-    2^-8 of their values. Bits are only moved: sign, exponent and mantissa go where FP16 has them,
-    whose exponent counts from 15, not 7. (An 8-bit tensor would be read from shared memory byte by
-    byte to become a matrix operand.)"""
-    if ASM:
-        first, second = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high;
-            shl.b32 $0, $2, 8;
-            shl.b32 low, $2, 7;
-            and.b32 low, low, 0x3f803f80;
-            lop3.b32 $0, $0, 0x80008000, low, 0xea;
-            shr.u32 high, $2, 1;
-            and.b32 high, high, 0x3f803f80;
-            lop3.b32 $1, $2, 0x80008000, high, 0xea;
-            }""",
-            "=&r,=&r,r",
-            [pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        bits = pairs.to(tl.uint16, bitcast=True)
-        first = (((bits << 8) & 0x8000) | ((bits << 7) & 0x3F80)).to(tl.uint16)
-        second = ((bits & 0x8000) | ((bits >> 1) & 0x3F80)).to(tl.uint16)
-        first = first.to(tl.float16, bitcast=True)
-        second = second.to(tl.float16, bitcast=True)
-    return first, second

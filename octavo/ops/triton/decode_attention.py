@@ -16,11 +16,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.ops.triton.attention_parts import (
     LOWEST,
     capped,
-    fp8_pairs,
-    key_rows,
+    key_places,
     share_of,
     softmax_step,
     visible,
+)
+from octavo.ops.triton.kept import (
+    E4M3,
+    INT8,
+    PLAIN,
+    halves_of,
+    in_half,
+    in_largest,
+    int8_codes,
+    int8_scale,
 )
 
 
@@ -115,13 +124,14 @@ def _merge(
 @triton.jit
 def _attend_own(
     qkv_ptr, cache_ptr, weight_ptr, rotation_ptr, row, head, slot, writes, keep,
-    scale, inner, k_scale, v_scale, eps,
+    scale, inner, scale_ptr, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QK_NORM: tl.constexpr, SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Query heads of a new token, [ROWS, DIM_PAD]; in the split that ``writes``, also puts its key
-    and value into the cache and starts the softmax with them (maximum, sum, weighted values)."""
+    and value into the cache and starts the softmax with them (maximum, sum, weighted values; with
+    int8 these in units of the last that is returned)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     d = tl.arange(0, DIM_PAD)[None, :]
     real = d < DIM
@@ -131,67 +141,97 @@ def _attend_own(
     heads = head * GROUP + tl.arange(0, ROWS)[:, None]
     token = qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
     query = _load_head(token, weight_ptr, heads, cos, sin, keep, eps, DIM, DIM_PAD, QK_NORM)
-    query = query.to(tl.float16 if FP8 else qkv_ptr.dtype.element_ty)
+    query = query.to(qkv_ptr.dtype.element_ty if KIND == PLAIN else tl.float16)
     one = HEADS + head + tl.zeros((1, 1), tl.int32)
     key = _load_head(token, weight_ptr, one, cos, sin, real, eps, DIM, DIM_PAD, QK_NORM)
     value = tl.load(token + (one + KV_HEADS) * DIM + d, mask=real, other=0.0)
-    if FP8:
-        key = key / k_scale
-        value = value.to(tl.float32) / v_scale
+    PIECE: tl.constexpr = BLOCK_SIZE * (DIM + (4 if KIND == INT8 else 0))
+    piece, place = (slot // BLOCK_SIZE * KV_HEADS + head) * 2, slot % BLOCK_SIZE
+    stored = real & writes & (slot >= 0)
+    unit = 1.0
+    if KIND == INT8:
+        value = value.to(tl.float32)
+        key_scale, value_scale = int8_scale(key), int8_scale(value)
+        key, value = int8_codes(key, key_scale), int8_codes(value, value_scale)
+        key_scale, value_scale = tl.sum(key_scale), tl.sum(value_scale)
+        to = scale_ptr + (piece * PIECE + BLOCK_SIZE * DIM) // 4 + place
+        tl.store(to, key_scale, mask=writes & (slot >= 0))
+        tl.store(to + PIECE // 4, value_scale, mask=writes & (slot >= 0))
+        unit = tl.where(writes, value_scale, 0.0)
+    elif KIND != PLAIN:
+        key = key / tl.load(scale_ptr + head)
+        value = value.to(tl.float32) / tl.load(scale_ptr + KV_HEADS + head)
     key = key.to(cache_ptr.dtype.element_ty)
     value = value.to(cache_ptr.dtype.element_ty)
-    place = (slot // BLOCK_SIZE * KV_HEADS + head) * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE
-    stored = real & writes & (slot >= 0)
-    tl.store(cache_ptr + place * DIM + d, key, mask=stored)
-    tl.store(cache_ptr + (place + BLOCK_SIZE) * DIM + d, value, mask=stored)
+    to = cache_ptr + piece * PIECE + place * DIM + d
+    tl.store(to, key, mask=stored)
+    tl.store(to + PIECE, value, mask=stored)
     score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
+    if KIND == INT8:
+        score *= key_scale
     if SOFTCAP:
         score = capped(score, inner)
     share = tl.where(writes, 1.0, 0.0)
     highest = tl.where(writes, score * scale, LOWEST)
     acc = tl.zeros((ROWS, DIM_PAD), tl.float32) + value.to(tl.float32) * share
-    return query, highest, tl.zeros((ROWS,), tl.float32) + share, acc
+    return query, highest, tl.zeros((ROWS,), tl.float32) + share, acc, unit
 
 
 @triton.jit
 def _attend_cached(
-    query, cache_ptr, pairs_ptr, table_ptr, start, end, last, head, positions, scale, inner,
-    highest, total, acc,
+    query, cache_ptr, pairs_ptr, scale_ptr, table_ptr, start, end, last, head, positions,
+    scale, inner, highest, total, acc, unit,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+    SOFTCAP: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Keys start .. end - 1 (``start`` a multiple of TILE; ``last`` is the context's last in the
-    cache) added to the softmax."""
+    cache) added to the softmax. ``unit``: with int8, of which ``acc`` is a multiple; it comes back
+    as a multiple of 1."""
+    PIECE: tl.constexpr = BLOCK_SIZE * (DIM + (4 if KIND == INT8 else 0))
+    FACTOR: tl.constexpr = 256.0 if KIND == E4M3 else 1.0  # of what ``halves_of`` gives
     d = tl.arange(0, DIM_PAD)[None, :]
     pair = tl.arange(0, DIM_PAD // 2)[None, :]
-    if FP8:
-        even, odd = tl.split(tl.reshape(acc * 0.00390625, (ROWS, DIM_PAD // 2, 2)))
+    if KIND != PLAIN:
+        even, odd = tl.split(tl.reshape(acc / FACTOR, (ROWS, DIM_PAD // 2, 2)))
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         keys = first + tl.arange(0, TILE)
-        lines = key_rows(table_ptr, first, last, head, KV_HEADS, BLOCK_SIZE, TILE)[:, None]
-        key = tl.load(cache_ptr + lines * DIM + d, mask=d < DIM, other=0.0).to(query.dtype)
+        piece, places = key_places(table_ptr, first, last, head, KV_HEADS, BLOCK_SIZE, TILE)
+        lines = (piece * PIECE + places * DIM)[:, None]
+        key = tl.load(cache_ptr + lines + d, mask=d < DIM, other=0.0)
+        if KIND != PLAIN:
+            key = in_half(key, KIND, ASM)
         scores = tl.dot(query, tl.trans(key))
+        inside = keys <= last
+        if KIND == INT8:
+            scales = scale_ptr + (piece * PIECE + BLOCK_SIZE * DIM) // 4 + places
+            scores *= tl.load(scales, mask=inside, other=0.0)[None, :]
         if SOFTCAP:
             scores = capped(scores, inner)
-        inside = keys <= last
         seen = inside[None, :] & visible(keys[None, :], positions[:, None], WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         weights, shrink, highest, total = softmax_step(scores, scale, highest, total)
+        if KIND == INT8:
+            scales = tl.load(scales + PIECE // 4, mask=inside, other=0.0)
+            scales, smaller, unit = in_largest(scales, unit)
+            weights *= scales[None, :]
+            shrink *= smaller
         weights = weights.to(query.dtype)
         # What lies beyond the context may be another request's, and not finite.
-        if FP8:
-            value = pairs_ptr + (lines + BLOCK_SIZE) * (DIM // 2) + pair
-            value = tl.load(value, mask=inside[:, None] & (pair < DIM // 2), other=0)
-            left, right = fp8_pairs(value, ASM)
-            even = tl.dot(weights, left, even * shrink[:, None])
-            odd = tl.dot(weights, right, odd * shrink[:, None])
-        else:
-            value = cache_ptr + (lines + BLOCK_SIZE) * DIM + d
+        if KIND == PLAIN:
+            value = cache_ptr + lines + PIECE + d
             value = tl.load(value, mask=inside[:, None] & (d < DIM), other=0.0)
             acc = tl.dot(weights, value, acc * shrink[:, None])
-    if FP8:
-        acc = tl.reshape(tl.join(even, odd), (ROWS, DIM_PAD)) * 256.0
+        else:
+            value = pairs_ptr + (lines + PIECE) // 2 + pair
+            value = tl.load(value, mask=inside[:, None] & (pair < DIM // 2), other=0)
+            left, right = halves_of(value, KIND, ASM)
+            even = tl.dot(weights, left, even * shrink[:, None])
+            odd = tl.dot(weights, right, odd * shrink[:, None])
+    if KIND != PLAIN:
+        acc = tl.reshape(tl.join(even, odd), (ROWS, DIM_PAD)) * FACTOR
+    if KIND == INT8:
+        acc *= unit
     return highest, total, acc
 
 
@@ -200,13 +240,13 @@ def _attend_cached(
     do_not_specialize_on_alignment=["slot_ptr", "length_ptr", "table_ptr"],
 )
 def decode_attention_kernel(
-    qkv_ptr, cache_ptr, pairs_ptr, out_ptr, slot_ptr, length_ptr, table_ptr, rotation_ptr,
-    weight_ptr, sink_ptr, partial_ptr, state_ptr, arrived_ptr, table_stride, min_tiles,
-    scale, inner, k_scale, v_scale, eps,
+    qkv_ptr, cache_ptr, pairs_ptr, scale_ptr, out_ptr, slot_ptr, length_ptr, table_ptr,
+    rotation_ptr, weight_ptr, sink_ptr, partial_ptr, state_ptr, arrived_ptr, table_stride,
+    min_tiles, scale, inner, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, QK_NORM: tl.constexpr, BY_TOKEN: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (most splits, kv heads, batch rows). A batch row brings QUERIES tokens, the first ones
@@ -221,8 +261,9 @@ def decode_attention_kernel(
     DIM]. partial: FP32 [batch rows, KV_HEADS, splits, group * QUERIES, DIM_PAD]; state: FP32 [batch
     rows, KV_HEADS, splits, 2, group * QUERIES]; arrived: int32 [batch rows, KV_HEADS], zeros
     before and after. A split takes min_tiles tiles at least. scale: to scores in units of log 2;
-    with SOFTCAP of ``capped(scores, inner)``. sink: [HEADS] if SINKS. FP8: the cache is E4M3, times
-    k_scale (in scale or inner already) and v_scale; pairs_ptr is the same memory as int16.
+    with SOFTCAP of ``capped(scores, inner)``. sink: [HEADS] if SINKS. KIND: what the cache keeps
+    (kept.py); but for PLAIN, pairs_ptr is the same memory as int16, and scale_ptr, FP32, that
+    memory with int8, the scales [2, KV_HEADS] of keys and values with FP8.
     """
     if PDL == 1:
         gdc_launch_dependents()
@@ -250,32 +291,38 @@ def decode_attention_kernel(
     count = tl.cdiv(tiles, each)
     if split >= count:
         return
+    if KIND > INT8:
+        if SOFTCAP:
+            inner *= tl.load(scale_ptr + head)
+        else:
+            scale *= tl.load(scale_ptr + head)
+    unit = 0.0
     if FUSED:
-        query, highest, total, acc = _attend_own(
+        query, highest, total, acc, unit = _attend_own(
             qkv_ptr, cache_ptr, weight_ptr,
             rotation_ptr + (row if BY_TOKEN else length - 1) * DIM,
             row, head, tl.load(slot_ptr + row), split == count - 1, keep,
-            scale, inner, k_scale, v_scale, eps,
-            HEADS, KV_HEADS, DIM, DIM_PAD, ROWS, BLOCK_SIZE, QK_NORM, SOFTCAP, FP8,
+            scale, inner, scale_ptr, eps,
+            HEADS, KV_HEADS, DIM, DIM_PAD, ROWS, BLOCK_SIZE, QK_NORM, SOFTCAP, KIND,
         )  # fmt: skip
     else:
         token = row.to(tl.int64) * QUERIES + (i // GROUP)[:, None]
         query_head = (head * GROUP + i % GROUP)[:, None]
         query = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + query_head) * DIM + d
         query = tl.load(query, mask=keep, other=0.0)
-        query = query.to(tl.float16 if FP8 else qkv_ptr.dtype.element_ty)
+        query = query.to(qkv_ptr.dtype.element_ty if KIND == PLAIN else tl.float16)
         highest = tl.full((ROWS,), LOWEST, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
     start = (low + split * each) * TILE
     highest, total, acc = _attend_cached(
-        query, cache_ptr, pairs_ptr, table_ptr + row * table_stride,
+        query, cache_ptr, pairs_ptr, scale_ptr, table_ptr + row * table_stride,
         start, tl.minimum(start + each * TILE, last + 1), last, head,
-        length - QUERIES + i // GROUP, scale, inner, highest, total, acc,
-        KV_HEADS, DIM, DIM_PAD, ROWS, BLOCK_SIZE, TILE, STAGES, WINDOW, SOFTCAP, FP8, ASM,
+        length - QUERIES + i // GROUP, scale, inner, highest, total, acc, tl.maximum(unit, 1e-30),
+        KV_HEADS, DIM, DIM_PAD, ROWS, BLOCK_SIZE, TILE, STAGES, WINDOW, SOFTCAP, KIND, ASM,
     )  # fmt: skip
-    if FP8:
-        acc *= v_scale
+    if KIND > INT8:
+        acc *= tl.load(scale_ptr + KV_HEADS + head)
     if PDL == 2:
         gdc_launch_dependents()
 

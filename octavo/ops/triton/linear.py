@@ -101,7 +101,7 @@ class TritonLinear:
 
     def _cublas(self, x: Tensor, other: Tensor | None) -> Tensor:
         if self.epilogue == "logits":
-            y = _product_in_fp32(x, self.weight)
+            y = product_in_fp32(x, self.weight)
             return y if self.bias is None else y.add_(self.bias)
         if other is not None and self.bias is None:
             return other.addmm_(x, self.weight.t())  # in place: one pass over ``other``, not three
@@ -111,7 +111,7 @@ class TritonLinear:
         return silu_mul(y) if self.shape.silu else y
 
 
-def _product_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
+def product_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T of 16-bit numbers, not rounded back to them."""
     if x.is_cuda:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)

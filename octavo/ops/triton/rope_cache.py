@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops.triton.kept import INT8, PLAIN, int8_codes, int8_scale
+
 
 @triton.jit
 def _halves(
@@ -25,23 +27,46 @@ def _halves(
     return x * cos - y * sin, y * cos + x * sin
 
 
+@triton.jit
+def _keep(
+    x, y, cache_ptr, scale_ptr, own_ptr, piece, place, live, d,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Puts heads, both halves [heads, HALF_PAD] each, at ``place`` of their pieces. own_ptr: of
+    their scales, with FP8."""
+    keep = live[:, None] & (d < DIM // 2)
+    if KIND == INT8:
+        x, y = x.to(tl.float32), y.to(tl.float32)
+        scale = tl.maximum(int8_scale(x), int8_scale(y), propagate_nan=tl.PropagateNan.ALL)
+        x, y = int8_codes(x, scale), int8_codes(y, scale)
+        to = scale_ptr + ((piece * PIECE + BLOCK_SIZE * DIM) // 4 + place)[:, None]
+        tl.store(to, scale, mask=live[:, None])
+    elif KIND != PLAIN:
+        scale = tl.load(own_ptr, mask=live, other=1.0)[:, None]
+        x, y = x.to(tl.float32) / scale, y.to(tl.float32) / scale
+    to = cache_ptr + (piece * PIECE + place * DIM)[:, None] + d
+    tl.store(to, x.to(cache_ptr.dtype.element_ty), mask=keep)
+    tl.store(to + DIM // 2, y.to(cache_ptr.dtype.element_ty), mask=keep)
+
+
 @triton.jit(
     do_not_specialize=["first_token"],
     do_not_specialize_on_alignment=["slot_ptr", "position_ptr"],
 )
 def rope_cache_kernel(
-    qkv_ptr, cache_ptr, out_ptr, slot_ptr, position_ptr, rotation_ptr, weight_ptr, first_token,
-    k_scale, v_scale, eps,
+    qkv_ptr, cache_ptr, scale_ptr, out_ptr, slot_ptr, position_ptr, rotation_ptr, weight_ptr,
+    first_token, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QK_NORM: tl.constexpr, BY_TOKEN: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr, FP8: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Program i: all heads of token first_token + i, some at a time; queries in place.
 
     qkv: [T, (HEADS + 2 KV_HEADS) * DIM]. slot: int64 [T], -1 for padding, whose output is 0 and
     which is not touched otherwise. position: int64 [T]. rotation: FP32 [positions, or T if
-    BY_TOKEN; DIM], cos, then sin. weight: [HEADS + KV_HEADS, DIM]. out: [T, HEADS * DIM]. FP8: the
-    cache is E4M3, times k_scale and v_scale.
+    BY_TOKEN; DIM], cos, then sin. weight: [HEADS + KV_HEADS, DIM]. out: [T, HEADS * DIM]. KIND:
+    what the cache keeps (kept.py); scale_ptr: FP32, with int8 the memory of the cache, with FP8 the
+    scales [2, KV_HEADS] of keys and values.
     """
     t = first_token + tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + t)
@@ -69,27 +94,23 @@ def rope_cache_kernel(
         to = token + heads[:, None] * DIM + d
         tl.store(to, x.to(qkv_ptr.dtype.element_ty), mask=live[:, None] & half)
         tl.store(to + DIM // 2, y.to(qkv_ptr.dtype.element_ty), mask=live[:, None] & half)
-    place = cache_ptr + slot // BLOCK_SIZE * (KV_HEADS * 2 * BLOCK_SIZE * DIM)
-    place += slot % BLOCK_SIZE * DIM
+    PIECE: tl.constexpr = BLOCK_SIZE * (DIM + (4 if KIND == INT8 else 0))
+    first_piece, place = slot // BLOCK_SIZE * (2 * KV_HEADS), slot % BLOCK_SIZE
     for first in tl.range(0, KV_HEADS, HEADS_AT_ONCE):
         heads = first + more
         live = heads < KV_HEADS
-        keep = live[:, None] & half
+        piece = first_piece + 2 * heads
         x, y = _halves(
             token, weight_ptr, HEADS + heads, live, cos, sin, eps, DIM, HALF_PAD, QK_NORM
         )
-        if FP8:
-            x = x / k_scale
-            y = y / k_scale
-        to = place + heads[:, None] * (2 * BLOCK_SIZE * DIM) + d
-        tl.store(to, x.to(cache_ptr.dtype.element_ty), mask=keep)
-        tl.store(to + DIM // 2, y.to(cache_ptr.dtype.element_ty), mask=keep)
+        _keep(
+            x, y, cache_ptr, scale_ptr, scale_ptr + heads if KIND > INT8 else None, piece, place,
+            live, d, DIM, BLOCK_SIZE, PIECE, KIND,
+        )  # fmt: skip
         value = token + (HEADS + KV_HEADS + heads)[:, None] * DIM + d
-        to += BLOCK_SIZE * DIM
-        x = tl.load(value, mask=keep, other=0.0)
-        y = tl.load(value + DIM // 2, mask=keep, other=0.0)
-        if FP8:
-            x = x.to(tl.float32) / v_scale
-            y = y.to(tl.float32) / v_scale
-        tl.store(to, x.to(cache_ptr.dtype.element_ty), mask=keep)
-        tl.store(to + DIM // 2, y.to(cache_ptr.dtype.element_ty), mask=keep)
+        x = tl.load(value, mask=live[:, None] & half, other=0.0)
+        y = tl.load(value + DIM // 2, mask=live[:, None] & half, other=0.0)
+        _keep(
+            x, y, cache_ptr, scale_ptr, scale_ptr + KV_HEADS + heads if KIND > INT8 else None,
+            piece + 1, place, live, d, DIM, BLOCK_SIZE, PIECE, KIND,
+        )  # fmt: skip
