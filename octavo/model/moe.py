@@ -56,8 +56,9 @@ class Experts:
     def place(self, index: int, tensors: Mapping[str, Weight]) -> None:
         """tensors: an expert's, by the names of ``shapes``."""
         for name, weight in tensors.items():
-            on_cpu = self.versions.device == "cpu"
-            tensor = weight if on_cpu else dense(weight, self.versions.dtype)
+            # In FP32 only the definition multiplies on a GPU, and would expand them at each call.
+            expanded = self.versions.device != "cpu" and self.versions.dtype == torch.float32
+            tensor = dense(weight, self.versions.dtype) if expanded else weight
             if name not in self._placed:
                 self._placed[name] = self._room(name, tensor)
             self._placed[name][index] = tensor  # type: ignore[assignment]
@@ -74,7 +75,8 @@ class Experts:
             self._placed = {}
 
     def _room(self, name: str, first: Weight) -> OfExperts:
-        """On a CPU a version packs them one by one; a GPU's multiplies from one tensor."""
+        """A version packs quantized weights one by one, on a CPU all; a GPU's multiplies dense ones
+        from one tensor."""
         if self.versions.device == "cpu" or not isinstance(first, Tensor):
             return [first] * len(self.parts)
         shape = (len(self.parts), *self.shapes[name])

@@ -33,7 +33,7 @@ class Kinds:
         zero = 1 << (bits - 1) if zero is None else zero
         return QuantizedWeight(
             self.codes(bits, n, k),
-            self.scales(n, groups).to(dtype),
+            (self.scales(n, groups) * (8 / (1 << bits))).to(dtype),
             (self.normal(n, groups) / 9).to(dtype) if shift == "minimums" else None,
             bits,
             group,

@@ -102,5 +102,5 @@ def test_int8(rows, epilogue):
 
 
 def test_int8_has_no_groups():
-    with pytest.raises(ValueError, match="one scale for all 128 inputs .* groups of 32"):
+    with pytest.raises(ValueError, match=r"one scale for all 128 inputs .* groups of 32"):
         int8_module.TritonInt8Linear([Kinds().even(8, 128, 8, 32)], None, "none", BF16)

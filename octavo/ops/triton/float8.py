@@ -109,13 +109,13 @@ class Float8Linear:
         values, scales = rounded(
             x.contiguous(), E4M3, launch.OFF, BLOCK, self.input_scale, by_group=True
         )
-        y = F.scaled_mm(  # type: ignore[attr-defined]
+        y = F.scaled_mm(
             values,
             self.packed.words.t(),
             scales,
-            F.ScalingType.BlockWise1x128,  # type: ignore[attr-defined]
+            F.ScalingType.BlockWise1x128,
             self._scales,
-            F.ScalingType.BlockWise128x128,  # type: ignore[attr-defined]
+            F.ScalingType.BlockWise128x128,
             output_dtype=torch.bfloat16,
         )
         return self._finished(y[:rows], other)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.moe import Activation, OfExperts, check_shapes
+from octavo.ops.moe import Activation, ApplyExperts, OfExperts, check_shapes
 from octavo.ops.registry import register
 from octavo.ops.triton.launch import available, has_wgmma, pdl_for
 from octavo.ops.triton.moe_grouped import grouped, sum_of_pairs
+from octavo.ops.triton.moe_packed import PackedExperts
 from octavo.ops.triton.moe_pairs import pair_down, pair_up
 from octavo.ops.triton.moe_plans import GroupedPlan, PairPlan, Plans, choose
 from octavo.ops.triton.moe_sort import sort_by_expert
@@ -22,7 +23,6 @@ def _together(weights: OfExperts) -> Tensor:
     return weights.contiguous() if isinstance(weights, Tensor) else torch.stack(weights)
 
 
-@register("moe_experts", "triton", available)
 class TritonExperts:
     """``plans``: what is used instead of ``moe_plans.choose``'s, for tuning and tests."""
 
@@ -75,3 +75,29 @@ class TritonExperts:
         grouped(plans.down, inner, self.down, self.down_bias, parts, pairs, pdl, weights)
         sum_of_pairs(parts, ids, other, y, pdl)
         return y
+
+
+@register("moe_experts", "triton", available)
+def experts(
+    gate_up: OfExperts,
+    down: OfExperts,
+    activation: Activation = "silu_mul",
+    gate_up_bias: OfExperts | None = None,
+    down_bias: OfExperts | None = None,
+) -> ApplyExperts:
+    """As the definition. Lists of quantized weights, of one kind for all experts, are packed one by
+    one and empty afterwards."""
+    arguments = (gate_up, down, activation, gate_up_bias, down_bias)
+    if _quantized(gate_up) != _quantized(down):
+        raise ValueError("gate and up projections are quantized and down projections not, or so")
+    return PackedExperts(*arguments) if _quantized(down) else TritonExperts(*arguments)
+
+
+def _quantized(weights: OfExperts) -> bool:
+    """Raises ValueError where only some are."""
+    if isinstance(weights, Tensor):
+        return False
+    kinds = {isinstance(weight, Tensor) for weight in weights}
+    if len(kinds) != 1:
+        raise ValueError("some experts are quantized, others not")
+    return not kinds.pop()

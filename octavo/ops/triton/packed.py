@@ -151,7 +151,7 @@ def _pack_table(weight: TableWeight) -> Packed:
     groups = 1 if weight.scales is None else weight.scales.shape[1]
     group = 0 if groups == 1 else _padded_group(group, places)
     table = SHARED_TABLE if weight.table.dim() == 1 else ROW_TABLE
-    width = _width(weight.bits, codes.shape[1], group)
+    width = _width(weight.bits, codes.shape[1], group, True)
     layout = Layout(weight.bits, codes.shape[1], width, group, groups, table=table)
     scales = None if weight.scales is None else weight.scales.contiguous()
     words, entries = _words(codes, layout), weight.table.float().contiguous()
@@ -192,7 +192,7 @@ def _float8_table(weight: Float8Weight, table: Tensor, places: Tensor | None) ->
     span, group = weight.block
     groups = weight.scales.shape[1]
     group = 0 if groups == 1 else _padded_group(group, places)
-    width = _width(8, codes.shape[1], group)
+    width = _width(8, codes.shape[1], group, True)
     rows, inputs = codes.shape
     layout = Layout(8, inputs, width, group, groups, span or rows, table=SHARED_TABLE)
     gather = _gather(None, places, codes.device)
@@ -243,9 +243,10 @@ def _gather(order: Tensor | None, places: Tensor | None, device: torch.device) -
     return torch.where(places < 0, -1, order[places.clamp_min(0)]).int()
 
 
-def _width(bits: int, inputs: int, group: int) -> int:
+def _width(bits: int, inputs: int, group: int, has_table: bool = False) -> int:
     """The widest plane that lies within a group and costs little padding."""
-    fits = [width for width in WIDTHS if group % width == 0]
+    widths = WIDTHS[1:] if bits == 3 or has_table else WIDTHS  # less is in flight
+    fits = [width for width in widths if group % width == 0]
     size = {width: Layout(bits, inputs, width).columns for width in fits}
     least = min(size.values())
     return next(width for width in fits if size[width] <= PADDING * least)

@@ -1,16 +1,25 @@
-"""Which kernel multiplies packed weights, by kind, shape and the number of rows."""
+"""Which kernel multiplies packed weights, by kind, shape and the number of rows.
+
+As in ``plans.py``: what was measured on an H200 (``benchmarks/gpu/tune_quantized.py``), and a rule
+of thumb for all else.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from octavo.ops.linear import Epilogue
 from octavo.ops.triton.packed import Layout
-from octavo.ops.triton.plans import PROCESSORS
+from octavo.ops.triton.plans import PROCESSORS, Shape
 
 BUCKETS = (1, 16, 32, 64, 128, 256)  # rows are padded to these, above 64 to multiples of 64
 ROWS_AT_A_TIME = 64
+TABLE = Path(__file__).with_name("plans_quantized_h200.json")
 
 
 @dataclass(frozen=True)
@@ -42,33 +51,85 @@ def bucket_of(rows: int) -> int | None:
     return next((bucket for bucket in BUCKETS if rows <= bucket), None)
 
 
-def choose(layout: Layout, n: int, epilogue: Epilogue, bucket: int, hopper: bool) -> PackedPlan:
-    """The plan for up to ``bucket`` rows. n: rows of the weight. hopper: there is room for more
-    tiles in flight."""
+def kind_of(layout: Layout) -> str:
+    """What plans tell apart: ``float8``, ``4-bit/128``, ``table-4-bit/64``, with groups if any."""
+    name = f"{layout.bits}-bit" if layout.bits else "float8"
+    name = f"table-{name}" if layout.table else name
+    return f"{name}/{layout.group}" if layout.group else name
+
+
+Table = Mapping[tuple[str, Shape, int], PackedPlan]
+
+
+def read_table(path: Path) -> dict[tuple[str, Shape, int], PackedPlan]:
+    """(kind, shape, bucket) -> plan."""
+    return {
+        (row["kind"], Shape(row["n"], row["k"], row["epilogue"]), row["rows"]): PackedPlan(
+            **row["plan"]
+        )
+        for row in json.loads(path.read_text())["plans"]
+    }
+
+
+@cache
+def shipped_table() -> Table:
+    return read_table(TABLE)
+
+
+def choose(
+    layout: Layout,
+    n: int,
+    epilogue: Epilogue,
+    bucket: int,
+    hopper: bool,
+    table: Table | None = None,
+) -> PackedPlan:
+    """The plan for up to ``bucket`` rows. n: rows of the weight. hopper: the table was measured
+    there, and there is room for more tiles in flight."""
+    if hopper:
+        table = shipped_table() if table is None else table
+        found = table.get((kind_of(layout), Shape(n, layout.inputs, epilogue), bucket))
+        if found is not None:
+            return found
+    return rule_of_thumb(layout, n, epilogue, bucket, hopper)
+
+
+def rule_of_thumb(
+    layout: Layout, n: int, epilogue: Epilogue, bucket: int, hopper: bool
+) -> PackedPlan:
     silu = epilogue == "silu_mul"
     if bucket == 1:
-        return _gemv_rule(layout, n, silu)
+        return _gemv_rule(layout, silu)
     if bucket > 128:
         return EXPAND
-    tiles = -(-n // 64)
-    splits = 1
-    while splits < 4 and tiles * splits * 2 <= 2 * PROCESSORS and layout.inputs // splits >= 2048:
-        splits *= 2
+    splits = _splits(layout, n)
+    if layout.bits == 0 and bucket == 16:
+        wide = n >= 64 * PROCESSORS  # enough programs
+        stages = 4 if hopper else 2
+        return PackedPlan(
+            "skinny", 64 if wide else 32, 128 if wide else 256, 4, stages, splits, False
+        )
     stages = 4 if hopper and bucket <= 32 else 3 if hopper else 2
-    return PackedPlan("skinny", 64, 128, 4, stages, splits)
+    return PackedPlan("skinny", 64, 128 if layout.bits == 0 else 64, 4, stages, splits)
 
 
-def _gemv_rule(layout: Layout, n: int, silu: bool) -> PackedPlan:
+def _splits(layout: Layout, n: int) -> int:
+    """Parts of the inputs, so that about two programs run on each processor."""
+    tiles, splits = -(-n // 64), 1
+    while splits < 4 and tiles * splits <= 2 * PROCESSORS and layout.inputs // splits >= 2048:
+        splits *= 2
+    return splits
+
+
+def _gemv_rule(layout: Layout, silu: bool) -> PackedPlan:
     if layout.bits == 0:
-        block_k = 2048 if layout.inputs >= 2048 else 512
-        return PackedPlan("gemv", 2 if silu else 4, block_k, 2 if silu else 4)
-    wide = layout.columns >= 512
-    return PackedPlan("gemv", 2 if silu else 4, 256 if wide else 128, 2 if wide else 1)
+        block_k = 1024 if layout.inputs >= 1024 else 256
+        return PackedPlan("gemv", 2 if silu else 4, block_k, 2 if block_k == 1024 else 1)
+    wide = layout.columns >= 512 and not silu
+    return PackedPlan("gemv", 2 if silu else 8 if wide else 4, 256 if wide else 128, 1 + wide)
 
 
-def rounded_plan(
-    layout: Layout, n: int, epilogue: Epilogue, rows: int, hopper: bool
-) -> PackedPlan:
+def rounded_plan(layout: Layout, n: int, epilogue: Epilogue, rows: int, hopper: bool) -> PackedPlan:
     """The plan of products of weights and inputs of 8 bits."""
     tiles = -(-n // 64)
     if epilogue == "silu_mul" and rows > 32 and tiles >= 2 * PROCESSORS:

@@ -23,10 +23,11 @@ from octavo.ops.triton.decode import (
     whole,
     words_of,
 )
-from octavo.ops.triton.launch import INTERPRETED, options
+from octavo.ops.triton.launch import INTERPRETED, has_wgmma, options
 from octavo.ops.triton.packed import Layout, Packed
 from octavo.ops.triton.packed_gemv import constants, operands
 from octavo.ops.triton.packed_plans import PackedPlan
+from octavo.ops.triton.plans import SHARED_MEMORY
 
 
 @triton.jit
@@ -51,18 +52,20 @@ def by_output(values, SWAP: tl.constexpr):
 
 @triton.jit
 def multiply(
-    acc, x_tiles, x_rows, w_tiles, table_rows, scales, shifts, x_scales, first_step, last_step,
+    acc, x_tiles, x_rows, w_tiles, table_rows, scales, shifts, x_scales, gather, first_step,
+    last_step,
     INPUTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr,
     TABLE: tl.constexpr, SCALE: tl.constexpr, BLOCK_W: tl.constexpr, EXACT: tl.constexpr,
-    SWAP: tl.constexpr, X_SCALED: tl.constexpr, NATIVE: tl.constexpr,
+    SWAP: tl.constexpr, X_SCALED: tl.constexpr, NATIVE: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     """acc + the product over steps of BLOCK_W columns of words.
 
     x_tiles: pointers to the rows of x [BLOCK_M, 1]; x_rows: which of them there are. w_tiles: to
     the rows of words [BLOCK_N, 1]; table_rows: to their tables; scales, shifts: to their first ones
     [BLOCK_N]; x_scales: to the scales of x's groups [BLOCK_M], where X_SCALED. NATIVE: x and the
-    words are of one 8-bit type, which is multiplied as it is.
+    words are of one 8-bit type, which is multiplied as it is. GATHER: the weight's inputs are found
+    in x at ``gather``, where that is not negative.
     """
     FIELDS: tl.constexpr = fields_of(BITS)
     PARTS: tl.constexpr = words_of(BITS)
@@ -81,11 +84,16 @@ def multiply(
         start = columns // WIDTH * (FIELDS * WIDTH) + columns % WIDTH
         for field in tl.static_range(FIELDS):
             inputs = (start + field * WIDTH)[None, :]
-            if PADDED:
+            if GATHER:
+                found = tl.load(gather + inputs, mask=inputs < INPUTS, other=-1)
+                x = tl.load(x_tiles + found, mask=x_rows & (found >= 0), other=0.0)
+            elif PADDED:
                 x = tl.load(x_tiles + inputs, mask=x_rows & (inputs < INPUTS), other=0.0)
             else:
                 x = tl.load(x_tiles + inputs, mask=x_rows, other=0.0)
-            if not NATIVE and x.dtype.primitive_bitwidth == 8:  # interpreted: it lacks such products
+            if (
+                not NATIVE and x.dtype.primitive_bitwidth == 8
+            ):  # interpreted: it lacks such products
                 x = x.to(tl.float32)
             if field % SHARED == 0:
                 if GROUPED:
@@ -171,10 +179,10 @@ def packed_skinny_kernel(
     acc = multiply(
         acc, x_ptr + rows[:, None].to(tl.int64) * INPUTS, (rows < m)[:, None],
         w_ptr + w_rows[:, None].to(tl.int64) * ROW_WORDS, table_rows, scales_ptr + scaled_rows,
-        shifts_ptr + scaled_rows, x_scales, split * steps,
+        shifts_ptr + scaled_rows, x_scales, x_scales_ptr, split * steps,
         tl.minimum(split * steps + steps, all_steps),
         INPUTS, COLUMNS, WIDTH, BITS, GROUP, GROUPS, ZERO, SHIFT, TABLE, SCALE, BLOCK_W, EXACT,
-        SWAP, X_GROUPS > 1, NATIVE,
+        SWAP, X_GROUPS > 1, NATIVE, False,
     )  # fmt: skip
     if PDL == 2:
         gdc_launch_dependents()
@@ -225,10 +233,28 @@ def words_at_a_time(layout: Layout, plan: PackedPlan) -> int:
         if layout.group == 0:
             return plan.block_k
         return min(plan.block_k, layout.group & -layout.group)
-    wanted = max(1, plan.block_k // layout.width)
+    wanted = max(1, plan.block_k // layout.width) if layout.fields <= 4 else 1
     while wanted > 1 and layout.group % (wanted * layout.fields * layout.width):
         wanted //= 2
     return wanted * layout.width
+
+
+def shared_memory() -> int:
+    """Bytes for tiles in flight; before Hopper what every card from 8.0 on has."""
+    return (SHARED_MEMORY if has_wgmma() else 99 << 10) - (4 << 10)
+
+
+def stages_that_fit(
+    plan: PackedPlan, packed: Packed, block_m: int, block_w: int, x_bytes: int
+) -> int:
+    """The plan's stages, or as many as there is room for. Numbers from tables are in flight too,
+    and their codes twice as long."""
+    layout = packed.layout
+    words = plan.block_n * (3 if layout.bits == 3 else 1) * packed.words.element_size()
+    size = words + layout.fields * block_m * x_bytes
+    if layout.table:
+        size += words + layout.fields * plan.block_n * 4
+    return max(1, min(plan.num_stages, shared_memory() // (size * block_w)))
 
 
 def tiles(plan: PackedPlan, n: int, silu: bool) -> int:
@@ -248,6 +274,7 @@ def packed_skinny(
     count, row_tiles = tiles(plan, n, silu), triton.cdiv(rows, block_m)
     known = constants(packed)
     block_w = words_at_a_time(layout, plan)
+    stages = stages_that_fit(plan, packed, block_m, block_w, x.element_size())
     blocks = triton.cdiv(known["COLUMNS"], block_w)
     steps = triton.cdiv(blocks, plan.split_k)
     splits = triton.cdiv(blocks, steps)  # none of them is empty
@@ -265,5 +292,5 @@ def packed_skinny(
         NATIVE=eight_bit and not (INTERPRETED and x.is_floating_point()),
         WHOLE=x.dtype == torch.int8, BIAS=bias is not None, ADD=other is not None,
         EXTRA=extra is not None, SILU=silu, PDL=pdl,
-        **options(plan.num_warps, pdl, plan.num_stages),
+        **options(plan.num_warps, pdl, stages),
     )  # fmt: skip

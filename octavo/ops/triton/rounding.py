@@ -1,6 +1,7 @@
-"""Inputs rounded to 8 bits in one kernel, as the definitions do it (ops/float8.py, ops/quantized.py).
+"""Inputs rounded to 8 bits in one kernel, as ops/float8.py and ops/quantized.py define it.
 
-Each row, or each group of a row's inputs, is divided by a scale of its own, FP8 also by a given one.
+Each row, or each group of a row's inputs, is divided by a scale of its own, FP8 also by a given
+one.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def rounded(
     by_group: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x: [T, in]. What is multiplied in its place, E4M3 or int8 (``dtype``), and its scales, FP32
-    [T, groups]. group: inputs that share a scale, a power of two, 0 for all. scale: FP32 [], for all
-    of E4M3. by_group: scales of a group lie together."""
+    [T, groups]. group: inputs that share a scale, a power of two, 0 for all. scale: FP32 [], for
+    all of E4M3. by_group: scales of a group lie together."""
     rows, size = x.shape
     y = torch.empty(rows, size, dtype=dtype, device=x.device)
     span = group or next_power_of_2(size)

@@ -84,7 +84,7 @@ class PackedLinear:
         else:
             assert bucket is not None
             operands = (self.packed, self.bias, other, extra, y, self._arrived, self.silu, pdl)
-            packed_skinny(plan, min(bucket, ROWS_AT_A_TIME), x, *operands)
+            packed_skinny(plan, max(16, min(bucket, ROWS_AT_A_TIME)), x, *operands)
         return y
 
     def _expanded(self, x: Tensor, other: Tensor | None) -> Tensor:
