@@ -102,17 +102,19 @@ def scaled_checkpoint(path, names, scale, layers=range(3), shape=()):
     add(path, scales)
 
 
+SHAPES = {"llm-compressor": (), "vllm": (1,), "modelopt": (2,), "outputs": (2, 1, 1), "autofp8": ()}
+
+
 @has_kernels
-@pytest.mark.parametrize("shape", ((), (1,), (2,), (2, 1, 1)), ids=str)
-@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
-def test_scales_of_the_checkpoint_keep_large_values(tmp_path, names, shape, caplog):
-    scaled_checkpoint(tmp_path, names, 64.0, shape=shape)
+@pytest.mark.parametrize("origin", NAMES)
+def test_scales_of_the_checkpoint_keep_large_values(tmp_path, origin, caplog):
+    scaled_checkpoint(tmp_path, NAMES[origin], 64.0, shape=SHAPES[origin])
     ids = random_ids(40)
     exact, model = all_logits(load(tmp_path), ids), load_kept(tmp_path, "fp8")
     assert error_of(all_logits(model, ids), exact) < COST["fp8"][1]
     assert "scales of the checkpoint" in model.reasons["kv_cache_dtype"] and not caplog.records
     assert all(torch.equal(x.mixer.kv_scales, torch.full((2, 2), 64.0)) for x in model.layers)
-    for kind in ("int8", "fp8_e5m2"):  # need none
+    for kind in ("int8", "fp8_e5m2") if origin == "vllm" else ():  # need none
         model = load_kept(tmp_path, kind)
         assert error_of(all_logits(model, ids), exact) < COST[kind][1]
         assert all(layer.mixer.kv_scales is None for layer in model.layers)

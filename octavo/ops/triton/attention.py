@@ -268,7 +268,7 @@ class TritonPagedAttention:
         pdl = launch.pdl_for(len(qkv))
         pdl = launch.OFF if pdl == launch.EARLY else pdl
         at_once = min(128 * config.warps // wide, launch.next_power_of_2(live))
-        decode_attention_kernel[(config.splits, geometry.num_kv_heads, batch.decode_rows)](
+        decode_attention_kernel[(geometry.num_kv_heads, batch.decode_rows, config.splits)](
             qkv,
             layer.cache,
             layer.cache.view(torch.int16) if self.kind else None,
