@@ -142,7 +142,15 @@ def stacked(weights: list[Any]) -> Stack:
         assert room["table"] is not None
         if not torch.equal(room["table"], first.table.expand_as(room["table"])):
             raise ValueError("experts have tables of their own")
-    return Stack(replace(first, **room | {"table": table}), inputs)
+    packed = replace(
+        first,
+        words=room["words"],  # type: ignore[arg-type]  # a weight has some
+        scales=room["scales"],
+        shifts=room["shifts"],
+        table=table,
+        gather=room["gather"],
+    )
+    return Stack(packed, inputs)
 
 
 def _tensors(packed: Packed) -> dict[str, Tensor | None]:
