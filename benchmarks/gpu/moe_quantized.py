@@ -1,9 +1,11 @@
-"""Times quantized experts of Qwen3-30B-A3B's shape: microseconds a layer, and of the limit by bytes.
+"""Times quantized experts of Qwen3-30B-A3B's shape: microseconds a layer, share of bandwidth.
 
 python -m benchmarks.gpu.moe_quantized
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
@@ -31,7 +33,7 @@ def main() -> None:
             used = sum(len(one.unique()) for one in ids) / len(ids)
             for plan in (None, *others(tokens)):
                 made.plan = plan
-                us = timed([lambda one=one: made(x, one, weights) for one in ids])  # type: ignore[misc]
+                us = timed([partial(made, x, one, weights) for one in ids])
                 share = used * size / BANDWIDTH / us
                 print(f"{kind:12} {tokens:5} tokens {us:8.1f} us, {share:.0%} of bandwidth; {plan}")
 

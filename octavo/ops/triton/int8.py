@@ -18,7 +18,7 @@ from octavo.ops.triton import launch
 from octavo.ops.triton.expand import expand
 from octavo.ops.triton.packed import Layout, Packed
 from octavo.ops.triton.packed_inputs import gathered
-from octavo.ops.triton.packed_plans import rounded_plan
+from octavo.ops.triton.packed_plans import PackedPlan, rounded_plan
 from octavo.ops.triton.packed_skinny import packed_skinny, tiles
 from octavo.ops.triton.rounding import rounded
 from octavo.ops.weights import ZERO, QuantizedWeight, alike
@@ -99,7 +99,7 @@ class TritonInt8Linear:
         counts = [tiles(self._plan(rows), self.out_features, self.silu) for rows in (16, 32, 64)]
         self._arrived = torch.zeros(max(counts), dtype=torch.int32, device=values.device)
 
-    def _plan(self, rows: int):  # type: ignore[no-untyped-def]
+    def _plan(self, rows: int) -> PackedPlan:
         layout, count = self.packed.layout, self.packed.rows
         return rounded_plan(layout, count, self.epilogue, rows, launch.has_wgmma())
 
