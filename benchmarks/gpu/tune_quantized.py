@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class Subject:
         for linear in self.linears:
             linear.use({bucket: plan})
         x, other = self.x[bucket], self.other[bucket]
-        return timed([lambda one=one: one(x, other) for one in self.linears])  # type: ignore[misc]
+        return timed([partial(one, x, other) for one in self.linears])
 
 
 def timed(calls: list[Any], replays: int = 4) -> float:
@@ -152,13 +153,8 @@ def _gemv(bits: int) -> Iterator[PackedPlan]:
     for block_n, block_k, warps in of_words if bits else of_float8:
         yield PackedPlan("gemv", block_n, block_k, warps)
     if bits:
-        for block_n, warps, swap in (
-            *((64, 4, True), (64, 4, False), (32, 4, False), (32, 2, False), (16, 2, False)),
-            (16, 1, False),
-        ):
-            for stages in (4, 6):
-                for split in (1, 2, 4):
-                    yield PackedPlan("skinny", block_n, 64, warps, stages, split, swap)
+        for block_n, block_k, warps in of_words:
+            yield PackedPlan("gemv", block_n, block_k, warps, half=True)
 
 
 def _skinny(bits: int, bucket: int) -> Iterator[PackedPlan]:
@@ -224,10 +220,11 @@ def rounded_products(kind: str, shape: Shape, rows: int) -> None:
     arrived = torch.zeros(4096, dtype=torch.int32, device="cuda")
     y = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
     plans = [rounded_plan(layout, shape.n, shape.epilogue, rows, True)]
-    for block_n, warps in ((64, 4), (128, 4), (128, 8)):
-        for block_k, stages in ((128, 6), (256, 4), (128, 4)):
-            for split in (1, 2):
-                plans.append(PackedPlan("skinny", block_n, block_k, warps, stages, split))
+    for block_n, block_k, warps, stages, split in (
+        *((64, 256, 4, 4, 1), (64, 256, 4, 4, 2), (64, 256, 4, 6, 1), (64, 128, 4, 6, 2)),
+        *((64, 128, 4, 4, 1), (128, 128, 4, 4, 1), (128, 128, 8, 6, 1), (128, 256, 8, 3, 1)),
+    ):
+        plans.append(PackedPlan("skinny", block_n, block_k, warps, stages, split))
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     best = []
     for plan in dict.fromkeys(plans):
@@ -238,7 +235,7 @@ def rounded_products(kind: str, shape: Shape, rows: int) -> None:
             operands = (None, None, None, y, arrived, silu, 2)
             packed_skinny(plan, block_m, values, one, *operands, scales)
 
-        best.append((timed([lambda one=one: call(one) for one in packs]), plan))  # type: ignore[misc]
+        best.append((timed([partial(call, one) for one in packs]), plan))
     first = best[0][0]
     best.sort(key=lambda entry: entry[0])
     times = {"rule": first, "own": best[0][0]}
@@ -247,7 +244,7 @@ def rounded_products(kind: str, shape: Shape, rows: int) -> None:
         of_rows = weight.by_channel().scales.view(1, -1)  # type: ignore[union-attr]
         times["torch"] = timed(
             [
-                lambda one=one: torch._scaled_mm(  # type: ignore[misc]
+                lambda one=one: torch._scaled_mm(
                     values, one.words.t(), scales, of_rows, out_dtype=torch.bfloat16
                 )
                 for one in packs

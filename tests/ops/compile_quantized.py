@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch
 
-from octavo.ops.triton import expand, int8, packed, packed_gemv, packed_inputs, rounding
+from octavo.ops.triton import (
+    expand,
+    int8,
+    moe_packed,
+    packed,
+    packed_gemv,
+    packed_inputs,
+    rounding,
+)
+from octavo.ops.triton.moe_sort import Sorted
 from octavo.ops.triton.packed import Layout, Packed
 from octavo.ops.triton.packed_plans import BUCKETS, choose, rounded_plan
 from octavo.ops.triton.packed_skinny import packed_skinny
@@ -58,6 +68,8 @@ def launch_all(weight: Packed, dtype: torch.dtype) -> None:
         operands = (weight, meta(N), meta(bucket, N), None, y)
         if plan.kind == "gemv":
             packed_gemv.packed_gemv(plan, x, *operands, False, 1)
+            if layout.bits in (2, 4, 8) and not layout.table:
+                packed_gemv.packed_gemv(replace(plan, half=True), x, *operands, False, 1)
         elif plan.kind == "skinny" and bucket in (16, 64):
             arrived = meta(1000, dtype=torch.int32)
             packed_skinny(plan, bucket, x, *operands, arrived, False, 2)
@@ -75,6 +87,20 @@ def launch_rounded(dtype: torch.dtype, layout: Layout) -> None:
         rounding.rounded(meta(rows, K), dtype, 2, layout.group)
 
 
+def launch_experts() -> None:
+    count, hidden, inner = 8, 2048, 768
+    layout = Layout(4, hidden, 64, 128, hidden // 128, 1, 8)
+    one = words(layout, 2 * inner)
+    tensors = (one.words, one.scales)
+    room = [meta(count, *tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    stack = moe_packed.Stack(replace(one, words=room[0], scales=room[1]), hidden)
+    for rows in (16, 64):
+        order, experts = meta(9 * rows, dtype=torch.int32), meta(9, dtype=torch.int32)
+        pairs = Sorted(order, experts, rows)
+        plan = moe_packed.plan_of(rows)
+        moe_packed.grouped(plan, meta(100, hidden), stack, None, meta(200, inner), pairs, 2)
+
+
 def main() -> None:
     with recorded() as launches:
         for layout in layouts():
@@ -82,6 +108,7 @@ def main() -> None:
         launch_all(words(Layout(4, K, 64, 128, K // 128, 1, 8), N), torch.float16)
         launch_rounded(E4M3, Layout(0, K, 128))
         launch_rounded(E4M3, Layout(0, K, 128, 128, K // 128, 128))
+        launch_experts()
         launch_rounded(torch.int8, Layout(0, K, 128))
         weight = words(Layout(4, K, 64, table=packed.SHARED_TABLE), N)
         starts, columns = meta(N + 1, dtype=torch.int32), meta(9999, dtype=torch.int32)

@@ -110,3 +110,21 @@ def test_what_is_deterministic_compiles_for_hopper(tmp_path):
         assert row["waits"] == row["pdl"], row
         if row["name"] == "fixed_linear_kernel":
             assert row["products"] == ["m64n64k16"], row
+
+
+@pytest.mark.slow
+def test_quantized_weights_compile_for_hopper(tmp_path):
+    rows = compiled("tests.ops.compile_quantized", tmp_path)
+    assert {row["name"] for row in rows} == {
+        *("packed_gemv_kernel", "packed_skinny_kernel", "packed_grouped_kernel", "expand_kernel"),
+        *("round_kernel", "gather_kernel", "outliers_kernel", "add_outliers_kernel"),
+        "finish_kernel",
+    }
+    for row in rows:
+        # The last fields of tables of rows are looked up beside many pointers.
+        assert row["stack"] <= (64 if row["fixed"].get("TABLE") else 0), row
+        assert row["shared"] <= SHARED_MEMORY and row["waits"] == row["pdl"], row
+        if row["name"] == "packed_skinny_kernel":
+            assert row["wgmma"] > 0 or not row["fixed"]["SWAP"], row
+        if row["name"] in ("packed_gemv_kernel", "packed_skinny_kernel"):
+            assert row["wide_loads"] > 0, row

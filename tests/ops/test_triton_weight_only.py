@@ -45,6 +45,8 @@ def test_every_kind_by_every_kernel(name):
     weight = KINDS[name]
     check([weight], 1, "logits")
     check([weight], 5, "logits")
+    half = PackedPlan("gemv", 4, 64, 1, half=True)
+    check([weight], 1, "none", dtype=torch.float16, plan=half)
     rounded = PackedPlan("skinny", 32, 64, 4, 3, exact=False, swap=False)
     check([weight], 3, "none", dtype=torch.float16, plan=rounded)
     check([weight], 300)
@@ -80,6 +82,7 @@ def test_parts_of_different_kinds_are_multiplied_apart(epilogue):
 PLANS = {
     "gemv-uneven-blocks": (1, PackedPlan("gemv", 4, 64, 1)),
     "gemv-wide": (1, PackedPlan("gemv", 2, 128, 2)),
+    "gemv-half": (1, PackedPlan("gemv", 4, 64, 1, half=True)),
     "split-3": (5, PackedPlan("skinny", 32, 64, 4, 4, split_k=3)),
     "plain-split": (20, PackedPlan("skinny", 16, 64, 4, 4, split_k=2, swap=False)),
     "rounded": (20, PackedPlan("skinny", 64, 64, 4, 4, exact=False)),
@@ -105,6 +108,18 @@ def test_rows_of_the_weight(name):
     weight, ids = KINDS[name], torch.tensor([36, 0, 7, 7])
     found = Linear([weight], None, "none", torch.float16).rows(ids)
     torch.testing.assert_close(found.double(), weight.dense()[ids].double(), atol=5e-3, rtol=1e-3)
+
+
+def test_sums_in_fp16_take_inputs_of_any_size():
+    """Beside FP16's largest, and so small that it would round them to nothing."""
+    weight = Kinds().even(37, 592, 4, 64, "minimums")
+    for size in (1e30, 1e-30):
+        linear = Linear([weight], None, "logits", torch.bfloat16)
+        for part in linear.parts:
+            part.use({1: PackedPlan("gemv", 4, 64, 1, half=True)})
+        x = (randn(1, 592) * size).bfloat16()
+        expected = x.double() @ weight.dense().double().T
+        assert_close(linear(x), expected, VERSION, torch.float16)
 
 
 def test_codes_take_their_bits_and_no_more():

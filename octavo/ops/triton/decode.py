@@ -269,3 +269,75 @@ def scaled(numbers, scales, minimums, TYPE: tl.constexpr):
     else:
         found = (numbers.to(tl.float32) * scales + minimums).to(TYPE)
     return found
+
+
+@triton.constexpr_function
+def half_numbers(field: int, bits: int, zero: int) -> str:
+    """PTX: two codes less ``zero`` as FP16, exact, from a word of 32 bits that begins with the byte
+    of the field: codes stay where they are in the mantissa of 1,024, so nothing is shifted."""
+    at = bits * field % 8
+    mask = (((1 << bits) - 1) << at) * 0x00010001
+    factor = ((15 - at) << 10) * 0x00010001
+    added = _pair(-(1024 >> at) - zero, False)
+    return (
+        f"{{ .reg .b32 a, b, c; lop3.b32 a, $1, {mask:#x}, 0x64006400, 0xea; "
+        f"mov.b32 b, {factor:#x}; mov.b32 c, {added}; fma.rn.f16x2 $0, a, b, c; }}"
+    )
+
+
+_PACK = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+_FMA = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
+_ADD = tl.constexpr("add.rn.f16x2 $0, $1, $2;")
+_SUM = tl.constexpr(
+    "{ .reg .b16 a, b; .reg .f32 c, d; mov.b32 {a, b}, $1; cvt.f32.f16 c, a; cvt.f32.f16 d, b; "
+    "add.f32 $0, c, d; }"
+)
+
+
+@triton.jit
+def half_pairs(even, odd):
+    """Inputs, FP32, of both halves of words as FP16: two in 32 bits, twice; interpreted apart."""
+    if COMPILED:
+        pair = tl.inline_asm_elementwise(_PACK, "=r,r,r", [even, odd], tl.int32, True, 1)
+        other = pair
+    else:
+        pair, other = even.to(tl.float16).to(tl.float32), odd.to(tl.float16).to(tl.float32)
+    return pair, other
+
+
+@triton.jit
+def add_half_products(
+    sums, word, pair, other, FIELD: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr
+):  # fmt: skip
+    """sums + the products of a field of both halves of words, in FP16, two in 32 bits."""
+    if BITS * FIELD >= 8:
+        first = word >> 8
+    else:
+        first = word
+    if COMPILED:
+        ASM: tl.constexpr = half_numbers(FIELD, BITS, ZERO)
+        numbers = tl.inline_asm_elementwise(ASM, "=r,r", [first], tl.int32, True, 1)
+        sums = tl.inline_asm_elementwise(_FMA, "=r,r,r,r", [numbers, pair, sums], tl.int32, True, 1)
+    else:
+        low = code(word, word, FIELD, 0, BITS).to(tl.float32) - ZERO
+        high = code(word, word, FIELD, 16, BITS).to(tl.float32) - ZERO
+        sums = sums + (low * pair + high * other)
+    return sums
+
+
+@triton.jit
+def half_sums(sums, REDUCE: tl.constexpr):
+    """FP32 [rows, words / REDUCE] of ``add_half_products``: REDUCE of 1, 2 or 4."""
+    ROWS: tl.constexpr = sums.shape[0]
+    PARTS: tl.constexpr = sums.shape[1] // REDUCE
+    if COMPILED:
+        if REDUCE == 4:
+            left, right = tl.split(tl.reshape(sums, (ROWS, PARTS * 2, 2)))
+            sums = tl.inline_asm_elementwise(_ADD, "=r,r,r", [left, right], tl.int32, True, 1)
+        if REDUCE >= 2:
+            left, right = tl.split(tl.reshape(sums, (ROWS, PARTS, 2)))
+            sums = tl.inline_asm_elementwise(_ADD, "=r,r,r", [left, right], tl.int32, True, 1)
+        found = tl.inline_asm_elementwise(_SUM, "=f,r", [sums], tl.float32, True, 1)
+    else:
+        found = tl.sum(tl.reshape(sums, (ROWS, PARTS, REDUCE)), 2)
+    return found

@@ -7,7 +7,7 @@ the weights is what counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,13 +142,10 @@ def stacked(weights: list[Any]) -> Stack:
         assert room["table"] is not None
         if not torch.equal(room["table"], first.table.expand_as(room["table"])):
             raise ValueError("experts have tables of their own")
-    packed = replace(
-        first,
-        words=room["words"],  # type: ignore[arg-type]  # a weight has some
-        scales=room["scales"],
-        shifts=room["shifts"],
-        table=table,
-        gather=room["gather"],
+    words = room["words"]
+    assert words is not None
+    packed = Packed(
+        first.layout, words, room["scales"], room["shifts"], table, room["gather"], None
     )
     return Stack(packed, inputs)
 

@@ -14,7 +14,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.triton.decode import (
+    COMPILED,
+    add_half_products,
     fields_of,
+    half_pairs,
+    half_sums,
     load_chunks,
     numbers,
     offset,
@@ -73,6 +77,49 @@ def _add_scaled(
 
 
 @triton.jit
+def _powers(
+    x_ptr, start, FIELDS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    BITS: tl.constexpr, REDUCE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The power of two at or below the largest input of a thread's words, FP32 [words / REDUCE],
+    and its inverse [words]: inputs divided by it lie within -2 .. 2."""
+    WORDS: tl.constexpr = start.shape[0]
+    PARTS: tl.constexpr = WORDS // REDUCE
+    largest = tl.zeros((WORDS,), tl.float32)
+    for field in tl.static_range(FIELDS):
+        for half in tl.static_range(2):
+            x = _inputs(x_ptr, start, field, half, WIDTH, PAIRS, BITS, MASKED)
+            largest = tl.maximum(largest, tl.abs(x))
+    largest = tl.max(tl.reshape(largest, (PARTS, REDUCE)), 1)
+    bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    inverse = tl.reshape(tl.broadcast_to(inverse[:, None], (PARTS, REDUCE)), (WORDS,))
+    return bits.to(tl.float32, bitcast=True), inverse
+
+
+@triton.jit
+def _add_scaled_half(
+    acc, sums, powers, shift_sums, places, scales_ptr, shifts_ptr,
+    REDUCE: tl.constexpr, SCALED: tl.constexpr, SHIFT: tl.constexpr, CENTER: tl.constexpr,
+):  # fmt: skip
+    """As ``_add_scaled``, of sums in FP16 of inputs divided by ``powers``."""
+    part = half_sums(sums, REDUCE) * powers[None, :]
+    if SHIFT != 0:
+        PARTS: tl.constexpr = shift_sums.shape[0] // REDUCE
+        of_inputs = tl.sum(tl.reshape(shift_sums, (PARTS, REDUCE)), 1)[None, :]
+        shifts = tl.trans(tl.load(shifts_ptr + places)).to(tl.float32)
+    if SHIFT == 1:
+        part -= (shifts - CENTER) * of_inputs
+    if SCALED:
+        acc += part * tl.trans(tl.load(scales_ptr + places)).to(tl.float32)
+    else:
+        acc += part
+    if SHIFT == 2:
+        acc += shifts * of_inputs
+    return acc
+
+
+@triton.jit
 def packed_gemv_kernel(
     x_ptr, w_ptr, scales_ptr, shifts_ptr, table_ptr, bias_ptr, other_ptr, extra_ptr, y_ptr, n,
     PAIRS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
@@ -80,12 +127,13 @@ def packed_gemv_kernel(
     SHIFT: tl.constexpr, TABLE: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, REDUCE: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, EXTRA: tl.constexpr, SILU: tl.constexpr,
-    PDL: tl.constexpr,
+    HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[n] = w[n, INPUTS] @ x[INPUTS]. With SILU, w has 2n rows: the gate's, then the up
     projection's. A program takes BLOCK_N rows, BLOCK_W words at a time, and adds REDUCE neighbours
     up in a thread. A word is FP8's value, or two of 16 bits: COLUMNS, WIDTH, PAIRS count those two
-    as one, of words of a row's plane, of a plane in a chunk, and of inputs."""
+    as one, of words of a row's plane, of a plane in a chunk, and of inputs. HALF: products of
+    a thread's words are added up in FP16, two at a time."""
     if PDL == 1:
         gdc_launch_dependents()
     FIELDS: tl.constexpr = fields_of(BITS)
@@ -103,6 +151,7 @@ def packed_gemv_kernel(
     up_tables = table_ptr + (up_rows * (1 << BITS))[:, None] if TABLE == 2 else table_ptr
     acc = tl.zeros((BLOCK_N, BLOCK_W // REDUCE), tl.float32)
     up_acc = tl.zeros((BLOCK_N, BLOCK_W // REDUCE), tl.float32)
+    CENTER: tl.constexpr = (1 << (BITS - 1)) if SHIFT == 1 else ZERO
     STEPS: tl.constexpr = (COLUMNS + BLOCK_W - 1) // BLOCK_W
     for i in tl.static_range(STEPS):
         columns = i * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -123,47 +172,88 @@ def packed_gemv_kernel(
         start = columns // WIDTH * (FIELDS * WIDTH) + columns % WIDTH
         groups = i * BLOCK_W + tl.arange(0, BLOCK_W // REDUCE) * REDUCE
         groups = groups // WIDTH * (FIELDS * WIDTH)
+        if HALF:
+            powers, inverse = _powers(
+                x_ptr, start, FIELDS, WIDTH, PAIRS, BITS, REDUCE,
+                (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
+            )  # fmt: skip
         for shared in tl.static_range(0, FIELDS, SHARED):
             sums = tl.zeros((BLOCK_W,), tl.float32)
             shift_sums = tl.zeros((BLOCK_W,), tl.float32)
-            if OFFSET or SHIFT != 0:
+            if HALF:
+                half_total = tl.zeros((BLOCK_N, BLOCK_W), tl.int32 if COMPILED else tl.float32)
+                up_half_total = half_total
+                for field in tl.static_range(shared, shared + SHARED):
+                    even = _inputs(
+                        x_ptr, start, field, 0, WIDTH, PAIRS, BITS,
+                        (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
+                    )  # fmt: skip
+                    odd = _inputs(
+                        x_ptr, start, field, 1, WIDTH, PAIRS, BITS,
+                        (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
+                    )  # fmt: skip
+                    if SHIFT != 0:
+                        shift_sums += even + odd
+                    pair, pair_odd = half_pairs(even * inverse, odd * inverse)
+                    half_total = add_half_products(
+                        half_total, first, pair[None, :], pair_odd[None, :], field, BITS, CENTER
+                    )
+                    if SILU:
+                        up_half_total = add_half_products(
+                            up_half_total, up_first, pair[None, :], pair_odd[None, :], field, BITS,
+                            CENTER,
+                        )  # fmt: skip
+            else:
+                if OFFSET or SHIFT != 0:
+                    for field in tl.static_range(shared, shared + SHARED):
+                        for half in tl.static_range(HALVES):
+                            x = _inputs(
+                                x_ptr, start, field, half, WIDTH, PAIRS, BITS,
+                                (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
+                            )  # fmt: skip
+                            sums -= x * (offset(field, half, BITS) + ZERO)
+                            shift_sums += x
+                products = tl.broadcast_to(sums[None, :], (BLOCK_N, BLOCK_W))
+                up_products = products
                 for field in tl.static_range(shared, shared + SHARED):
                     for half in tl.static_range(HALVES):
                         x = _inputs(
                             x_ptr, start, field, half, WIDTH, PAIRS, BITS,
                             (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
-                        )  # fmt: skip
-                        sums -= x * (offset(field, half, BITS) + ZERO)
-                        shift_sums += x
-            products = tl.broadcast_to(sums[None, :], (BLOCK_N, BLOCK_W))
-            up_products = products
-            for field in tl.static_range(shared, shared + SHARED):
-                for half in tl.static_range(HALVES):
-                    x = _inputs(
-                        x_ptr, start, field, half, WIDTH, PAIRS, BITS,
-                        (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
-                    )[None, :]  # fmt: skip
-                    found = numbers(first, second, high, table_rows, field, half, BITS, TABLE)
-                    products += found * x
-                    if SILU:
-                        found = numbers(
-                            up_first, up_second, up_high, up_tables, field, half, BITS, TABLE
-                        )
-                        up_products += found * x
+                        )[None, :]  # fmt: skip
+                        found = numbers(first, second, high, table_rows, field, half, BITS, TABLE)
+                        products += found * x
+                        if SILU:
+                            found = numbers(
+                                up_first, up_second, up_high, up_tables, field, half, BITS, TABLE
+                            )
+                            up_products += found * x
             if GROUP > 0:
                 group = tl.minimum((groups + shared * WIDTH) * HALVES // GROUP, GROUPS - 1)
             else:
                 group = groups * 0
             places = (rows // ROW_BLOCK * GROUPS)[None, :] + group[:, None]
-            acc = _add_scaled(
-                acc, products, shift_sums, places, scales_ptr, shifts_ptr, REDUCE, SCALED, SHIFT
-            )
+            if HALF:
+                acc = _add_scaled_half(
+                    acc, half_total, powers, shift_sums, places, scales_ptr, shifts_ptr,
+                    REDUCE, SCALED, SHIFT, CENTER,
+                )  # fmt: skip
+            else:
+                acc = _add_scaled(
+                    acc, products, shift_sums, places, scales_ptr, shifts_ptr, REDUCE, SCALED, SHIFT
+                )
             if SILU:
                 places = (up_rows // ROW_BLOCK * GROUPS)[None, :] + group[:, None]
-                up_acc = _add_scaled(
-                    up_acc, up_products, shift_sums, places, scales_ptr, shifts_ptr,
-                    REDUCE, SCALED, SHIFT,
-                )  # fmt: skip
+                if HALF:
+                    up_acc = _add_scaled_half(
+                        up_acc, up_half_total, powers, shift_sums, places, scales_ptr, shifts_ptr,
+                        REDUCE, SCALED, SHIFT, CENTER,
+                    )  # fmt: skip
+                else:
+                    up_acc = _add_scaled(
+                        up_acc, up_products, shift_sums, places, scales_ptr, shifts_ptr,
+                        REDUCE, SCALED, SHIFT,
+                    )  # fmt: skip
     if PDL == 2:
         gdc_launch_dependents()
 
@@ -211,7 +301,9 @@ def packed_gemv(
         **known | {"COLUMNS": known["COLUMNS"] // halves, "WIDTH": layout.width // halves},
         PAIRS=pairs // halves, BLOCK_N=plan.block_n, BLOCK_W=plan.block_k,
         REDUCE=reduced(layout, plan.block_k), BIAS=bias is not None, ADD=other is not None,
-        EXTRA=extra is not None, SILU=silu, PDL=pdl, **options(plan.num_warps, pdl),
+        EXTRA=extra is not None, SILU=silu,
+        HALF=plan.half and layout.bits in (2, 4, 8) and not layout.table, PDL=pdl,
+        **options(plan.num_warps, pdl),
     )  # fmt: skip
 
 

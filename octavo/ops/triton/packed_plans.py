@@ -28,9 +28,10 @@ class PackedPlan:
     16-bit numbers first, then cuBLAS.
 
     ``block_n``: outputs of a program (gemv), or rows of the weight (skinny); ``block_k``: words at
-    a time (gemv), or inputs at a time of FP8 (skinny). ``swap``: the weights
-    are the 64-row operand of the tensor cores. ``exact``: codes are multiplied as whole
-    numbers and scaled then, where that is possible, instead of numbers rounded to 16 bits.
+    a time (gemv), or inputs at a time of FP8 (skinny). ``swap``: the weights are the 64-row operand
+    of the tensor cores. ``exact``: codes are multiplied as whole numbers and scaled then, where
+    that is possible, instead of numbers rounded to 16 bits. ``half``: a GEMV adds a thread's
+    products of a group up in FP16.
     """
 
     kind: Literal["gemv", "skinny", "expand"]
@@ -41,6 +42,7 @@ class PackedPlan:
     split_k: int = 1
     swap: bool = True
     exact: bool = True
+    half: bool = False
 
 
 EXPAND = PackedPlan("expand")
