@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Times quantized experts of Qwen3-30B-A3B's shape: microseconds a layer, of the limit by bytes.
-=======
 """Times quantized experts of Qwen3-30B-A3B's shape: microseconds a layer, share of bandwidth.
->>>>>>> gpu
 
 python -m benchmarks.gpu.moe_quantized
 """
