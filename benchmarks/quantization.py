@@ -101,7 +101,7 @@ def _make(path: Path, recipe: Recipe) -> None:
     source = "G-F16" if recipe.kind.gguf else SOURCE
     config = from_flags(EngineConfig, {"model": str(models.path(source))})
     console.print(f"making {path}")
-    text = CalibrationText(name, content, 32768)
+    text = CalibrationText(name, content, 8192)
     quantize(config, path, recipe.checked(), text, "cpu", lambda *news: None)
 
 
