@@ -68,7 +68,7 @@ def packed_grouped_kernel(
     if TABLE == 2:
         table_rows = table_ptr + ((expert * ROWS + w_rows) * (1 << BITS))[:, None]
     else:
-        table_rows = table_ptr
+        table_rows = table_ptr + expert * (1 << BITS)
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -137,16 +137,10 @@ def stacked(weights: list[Any]) -> Stack:
                 raise ValueError(f"{name} of experts are {place.dtype} and {tensor.dtype}")
             else:
                 place[index] = tensor
-    table = first.table if first.layout.table == 1 else room["table"]
-    if first.layout.table == 1 and first.table is not None:
-        assert room["table"] is not None
-        if not torch.equal(room["table"], first.table.expand_as(room["table"])):
-            raise ValueError("experts have tables of their own")
     words = room["words"]
     assert words is not None
-    packed = Packed(
-        first.layout, words, room["scales"], room["shifts"], table, room["gather"], None
-    )
+    scales, shifts, table = room["scales"], room["shifts"], room["table"]
+    packed = Packed(first.layout, words, scales, shifts, table, room["gather"], None)
     return Stack(packed, inputs)
 
 
