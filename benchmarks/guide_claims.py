@@ -9,6 +9,7 @@ random model (its blocks are the same, its steps are quick), time on the demo mo
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -18,12 +19,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import contiguous
+from benchmarks import contiguous, guide_quantization
 from benchmarks import cpu_workload as workload
 from benchmarks.claims_page import write_page
 from benchmarks.cpu_workload import Work
 from benchmarks.driver import Driver
-from benchmarks.report import environment, save
+from benchmarks.report import RESULTS, environment, save
 from benchmarks.subjects import STATIC_BATCH, Subject
 from octavo import LLM
 from octavo.engine.messages import EngineStats
@@ -336,7 +337,12 @@ MEASUREMENTS: dict[str, Callable[[], list[Claim]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=MEASUREMENTS, help="and write no file")
+    parser.add_argument("--page", action="store_true", help="write the page from kept figures")
     options = parser.parse_args()
+    if options.page:
+        kept = json.loads((RESULTS / "guide_claims.json").read_text())
+        console.print(write_page(kept["claims"] + guide_quantization.claims(), kept["environment"]))
+        return
     claims = []
     for name in options.only or MEASUREMENTS:
         with console.status(f"measuring: {name}"):
@@ -350,7 +356,8 @@ def main() -> None:
     if not options.only:
         entries = [asdict(claim) for claim in claims]
         file = save("guide_claims", {"claims": entries})
-        console.print(f"saved {file} and {write_page(entries, environment())}")
+        page = write_page(entries + guide_quantization.claims(), environment())
+        console.print(f"saved {file} and {page}")
 
 
 if __name__ == "__main__":

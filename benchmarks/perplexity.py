@@ -21,7 +21,7 @@ from octavo.evaluate.corpus import read_text
 from octavo.evaluate.evaluate import Text, evaluate
 from octavo.evaluate.report import Report
 from octavo.flags import from_flags
-from octavo.quant import int8
+from octavo.quant import rounding
 from tests.fixtures import models
 
 console = Console()
@@ -52,17 +52,17 @@ GROUPS: list[Ways] = [
 
 def compared(ways: Ways, name: str, text: Text) -> Report:
     """One of the ways, against the first of them."""
-    usual = int8.GROUP
+    usual = rounding.GROUP
     model, flags = ways[name]
     flags = dict(flags)
     first_model, first_flags = next(iter(ways.values()))
     against = config_of(first_model, first_flags)
     if group := flags.pop("group", None):
-        int8.GROUP, flags["quantization"] = group, "int8"
+        rounding.GROUP, flags["quantization"] = group, "int8"
     try:
         return evaluate(config_of(model, flags), against, text, silent)
     finally:
-        int8.GROUP = usual
+        rounding.GROUP = usual
 
 
 def config_of(model: str, flags: dict[str, Any]) -> EngineConfig:

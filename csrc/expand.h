@@ -30,6 +30,7 @@ OCTAVO_INLINE void each_of(const F& f) {
 }
 
 constexpr int kOctet = 8;  // vectors of 16 elements: four inputs
+constexpr int64_t kBlocksAhead = 8;  // whose codes are fetched
 
 // Codes of BITS bits, as the vector K of the octet OCTET: numbers of Isa::kWidth of its elements,
 // from `part` vectors on.
@@ -148,7 +149,7 @@ void expand_block(const OctavoLinear& linear, const ExpandedLayout& layout, cons
   const Coding coding(linear, panel + layout.tables);
   const char* const block = panel + index * layout.block;
   for (int64_t at = 0; at < layout.block; at += kLine)
-    __builtin_prefetch(block + 4096 + at, 0, 3);
+    __builtin_prefetch(block + kBlocksAhead * layout.block + at, 0, 3);
   auto* const out = static_cast<typename Isa::Element*>(to);
   Group group;
   const bool several = SCALED && linear.group % kBlock;  // groups in a block

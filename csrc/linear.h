@@ -37,8 +37,8 @@ inline int64_t dense_panel_bytes(const OctavoLinear& linear) {
   const int64_t step = linear.element == OCTAVO_BF16 ? kStep16 : 1;
   return ceil_div(linear.inputs, step) * step * kPanel * element_size(linear);
 }
-// Bytes of a group of a panel of quantized weights: of its scales, of them and the minimums or zeros,
-// of all.
+// Bytes of a group of a panel of quantized weights: of its scales, of them and the minimums or
+// zeros, of all.
 struct CodeLayout {
   int64_t scales, header, group;
   explicit CodeLayout(const OctavoLinear& linear)

@@ -22,11 +22,12 @@ struct ExpandPairs : Expand16<bf16> {
 };
 
 inline void fetch_ahead(const char* block, int64_t size) {
-  for (int64_t at = 0; at < size; at += kLine) __builtin_prefetch(block + 4096 + at, 0, 3);
+  for (int64_t at = 0; at < size; at += kLine)
+    __builtin_prefetch(block + kBlocksAhead * size + at, 0, 3);
 }
 
-// Codes of BITS bits in words of 16 (expanded_layout.h), of the vector `v` of 32 numbers of a block.
-// What is above the code's bits is anything.
+// Codes of BITS bits in words of 16 (expanded_layout.h), of the vector `v` of 32 numbers of a
+// block. What is above the code's bits is anything.
 template <int BITS>
 OCTAVO_INLINE __m512i words_of(const char* block, int v) {
   constexpr int kTaken = BITS == 3 ? 2 : BITS, kCodes = 16 / kTaken;
@@ -105,7 +106,8 @@ __attribute__((target("avx512vbmi"))) void expand_fp8(const OctavoLinear&,
                                                       const char* panel, int64_t index, void* to) {
   static const BytesOfFp8 tables(CODING);
   const char* const block = panel + index * layout.block;
-  for (int64_t at = 0; at < layout.block; at += kLine) __builtin_prefetch(block + 4096 + at, 0, 3);
+  for (int64_t at = 0; at < layout.block; at += kLine)
+    __builtin_prefetch(block + kBlocksAhead * layout.block + at, 0, 3);
   const __m512i upper = _mm512_load_si512(tables.upper), lower = _mm512_load_si512(tables.lower);
   const __m512i uppers = _mm512_load_si512(tables.upper + kLine);
   const __m512i lowers = _mm512_load_si512(tables.lower + kLine);
@@ -118,7 +120,8 @@ __attribute__((target("avx512vbmi"))) void expand_fp8(const OctavoLinear&,
     const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(block + at));
     const __m512i low = _mm512_permutex2var_epi8(lower, codes, lowers);
     const __m512i size = _mm512_permutex2var_epi8(upper, codes, uppers);
-    const __m512i high = _mm512_ternarylogic_epi32(sign, codes, size, 0xea);  // (sign & codes) | size
+    // (sign & codes) | size
+    const __m512i high = _mm512_ternarylogic_epi32(sign, codes, size, 0xea);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi8(low, high));
     _mm512_storeu_si512(out + kLine, _mm512_unpackhi_epi8(low, high));
   }

@@ -160,7 +160,8 @@ void octavo_linear_pack_expanded(const OctavoLinear* linear, const OctavoExpande
   const int64_t end = place->first + place->rows;
   with_codes(*linear, layout.narrow, [&](auto codes) {
 #pragma omp parallel for
-    for (int64_t panel = place->first / place->width; panel < ceil_div(end, place->width); ++panel) {
+    for (int64_t panel = place->first / place->width; panel <= (end - 1) / place->width;
+         ++panel) {
       const int64_t begin = largest(panel * place->width, place->first);
       for (int64_t i = begin; i < least((panel + 1) * place->width, end); ++i)
         pack_row(*linear, layout, codes, *from, i - place->first, panels + panel * layout.end,

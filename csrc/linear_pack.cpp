@@ -83,7 +83,8 @@ template <class T>
 void look_up(const OctavoLinear& linear, int64_t id, T* y) {
   const CodeLayout layout(linear);
   const int64_t groups = num_groups(linear), lane = id % kPanel;
-  const char* block = static_cast<const char*>(linear.weights) + id / kPanel * groups * layout.group;
+  const char* block =
+      static_cast<const char*>(linear.weights) + id / kPanel * groups * layout.group;
   for (int64_t g = 0; g < groups; ++g, block += layout.group) {
     const float scale = read_scale(linear, block, lane);
     const float minimum =
@@ -140,8 +141,11 @@ int64_t octavo_linear_scratch(const OctavoLinear* linear, int64_t rows) {
   if (linear->bits && !linear->coding)
     return largest(RoundedLayout::bytes(*linear, rows), TileLayout::bytes(*linear, rows));
   if (linear->element == OCTAVO_F32)
-    return rows_conflict(*linear) || linear->order ? rows * (linear->inputs * element_size(*linear) + kApart) : 0;
-  return (copies_all_rows(*linear) ? ceil_div(rows, kTileRows) : 1) * kTileRows * copied_row_bytes(*linear);
+    return rows_conflict(*linear) || linear->order
+               ? rows * (linear->inputs * element_size(*linear) + kApart)
+               : 0;
+  return (copies_all_rows(*linear) ? ceil_div(rows, kTileRows) : 1) * kTileRows *
+         copied_row_bytes(*linear);
 }
 
 void octavo_linear_pack(const OctavoLinear* linear, const void* weight, const OctavoPlace* place) {

@@ -33,7 +33,8 @@ OCTAVO_INLINE typename Isa::Vec minimums(const OctavoLinear& linear, const CodeL
   return Isa::mul(scales_of<Isa>(linear, header, v), negative);
 }
 
-// A group of a row's inputs, `count` of them, in the order of the weights. `spare`: memory for them.
+// A group of a row's inputs, `count` of them, in the order of the weights. `spare`: memory for
+// them.
 template <class T>
 inline const T* inputs_of(const OctavoLinear& linear, const T* row, int64_t first, int64_t count,
                           void* spare) {
@@ -185,13 +186,15 @@ class Quantized {
     for (int64_t task = 0; task < layout_.blocks * groups_; ++task) {
       const int64_t first = task / groups_ * layout_.width;
       const int64_t end = least(first + layout_.width, *call_.rows);
-      for (int64_t row = first; row < end; ++row) round_inputs(x + row * linear_.inputs, row, task % groups_, spare);
+      for (int64_t row = first; row < end; ++row)
+        round_inputs(x + row * linear_.inputs, row, task % groups_, spare);
     }
   }
 
   template <class T>
   void round_inputs(const T* x, int64_t row, int64_t group, void* spare) const {
-    const int64_t first = group * linear_.group, count = least(linear_.group, linear_.inputs - first);
+    const int64_t first = group * linear_.group;
+    const int64_t count = least(linear_.group, linear_.inputs - first);
     const auto offset = static_cast<int32_t>(linear_.zero - Isa::template kOffset<BITS>);
     const Inputs to = inputs(row, group);
     auto* quads = const_cast<int8_t*>(to.quads);

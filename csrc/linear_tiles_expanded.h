@@ -11,7 +11,9 @@ template <class Isa, class Tiles>
 class ExpandedTiles : public DenseTiles<Isa, Tiles> {
  public:
   explicit ExpandedTiles(const OctavoLinearCall& call)
-      : DenseTiles<Isa, Tiles>(call), layout_(expanded_layout(*call.linear)), expand_(bf16_expander(*call.linear)) {}
+      : DenseTiles<Isa, Tiles>(call),
+        layout_(expanded_layout(*call.linear)),
+        expand_(bf16_expander(*call.linear)) {}
 
   void multiply_rows(int64_t begin, int64_t end, int64_t panel) const {
     const char* const weights = expand_panel(*this->call_.linear, layout_, expand_, panel);

@@ -134,7 +134,8 @@ class QuantizedTiles {
 
   template <class T>
   void round_inputs(const T* x, int64_t group, int64_t row, char* to, void* spare) const {
-    const int64_t first = group * linear_.group, count = least(linear_.group, linear_.inputs - first);
+    const int64_t first = group * linear_.group;
+    const int64_t count = least(linear_.group, linear_.inputs - first);
     char* const quads = to + TileLayout::kScalesBytes + row * linear_.group;
     const auto write = [&](int64_t i, const int8_t* rounded, int64_t count) {
       std::memcpy(quads + i, rounded, count);

@@ -15,7 +15,7 @@
 
 // To be raised, here and in octavo/ops/native/library.py, whenever this interface changes: a
 // library that was built before is then not used.
-enum { OCTAVO_INTERFACE = 5 };
+enum { OCTAVO_INTERFACE = 6 };
 OCTAVO_API int64_t octavo_interface();
 
 // Bits of octavo_features().

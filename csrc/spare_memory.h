@@ -7,8 +7,8 @@
 namespace octavo {
 namespace {  // see numbers.h
 
-// Memory of this thread, aligned to 64 bytes, for as long as it runs: up to some MiB, too much for the
-// stack of some threads.
+// Memory of this thread, aligned to 64 bytes, for as long as it runs: up to some MiB, too much for
+// the stack of some threads.
 inline void* spare_memory(size_t size) {
   struct Buffer {
     void* at = nullptr;

@@ -21,6 +21,7 @@ from octavo.ops.moe import ApplyExperts, OfExperts
 from octavo.ops.weights import Weight
 from octavo.quant.multiply import LinearVersions
 from octavo.quant.rounding import Rounding
+from octavo.types import ConfigError
 
 
 class Experts:
@@ -37,6 +38,7 @@ class Experts:
         rounding: Rounding | None,
     ) -> None:
         """``rounding``: what dense weights become while loading, by ``versions``."""
+        self.prefix = prefix
         self.spec = spec
         self.versions = versions
         self.rounding = rounding
@@ -64,15 +66,22 @@ class Experts:
             self._placed[name][index] = tensor  # type: ignore[assignment]
         self._missing -= 1
         if not self._missing:
-            self.apply = self.operation(
+            self.apply = self._made()
+            self._placed = {}
+
+    def _made(self) -> ApplyExperts:
+        """Raises ConfigError for experts that a version cannot hold together."""
+        try:
+            return self.operation(
                 self._placed["gate_up.weight"],
                 self._placed["down.weight"],
                 self.spec.activation,
                 self._placed.get("gate_up.bias"),
                 self._placed.get("down.bias"),
-                *((self.versions.multiplier,) if self.versions.device == "cpu" else ()),
+                self.versions.multiplier,
             )
-            self._placed = {}
+        except ValueError as error:
+            raise ConfigError(f"{self.prefix}.experts: {error}") from None
 
     def _room(self, name: str, first: Weight) -> OfExperts:
         """A version packs quantized weights one by one, on a CPU all; a GPU's multiplies dense ones

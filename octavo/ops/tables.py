@@ -9,6 +9,8 @@ from torch import Tensor
 from octavo.ops.registry import register
 from octavo.ops.weights import TableWeight
 
+_VALUES_AT_A_TIME = 1 << 22  # intermediate ones have 4 bytes
+
 
 @register("quantize_table", "torch", batch_invariant="yes")
 def quantize_table(weight: Tensor, table: tuple[float, ...], group: int) -> TableWeight:
@@ -16,12 +18,19 @@ def quantize_table(weight: Tensor, table: tuple[float, ...], group: int) -> Tabl
     equally near ones the lower; FP32 scales, max |weight| of each group."""
     rows, size = weight.shape
     numbers = torch.tensor(table, device=weight.device)
+    step = max(1, _VALUES_AT_A_TIME // size)
+    parts = [_nearest(weight[at : at + step], numbers, group) for at in range(0, rows, step)]
+    codes, scales = (torch.cat(found) for found in zip(*parts))
+    return TableWeight(codes, numbers, scales, (len(table) - 1).bit_length(), group)
+
+
+def _nearest(weight: Tensor, numbers: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 [r, in], and scales, FP32 [r, groups]."""
+    rows, size = weight.shape
     ascending, places = numbers.sort(stable=True)
     wide = F.pad(weight.float(), (0, -size % group)).view(rows, -1, group)
     scales = wide.abs().amax(dim=-1, keepdim=True)
     borders = (ascending[1:] + ascending[:-1]) / 2
     share = torch.where(scales > 0, wide / scales, 0)
-    codes = places[torch.bucketize(share, borders)].to(torch.uint8)
-    codes = codes.flatten(1)[:, :size].contiguous()
-    bits = (len(table) - 1).bit_length()
-    return TableWeight(codes, numbers, scales[..., 0].contiguous(), bits, group)
+    codes = places.to(torch.uint8)[torch.bucketize(share, borders, out_int32=True)]
+    return codes.flatten(1)[:, :size], scales[..., 0]

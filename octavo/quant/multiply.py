@@ -58,7 +58,7 @@ class LinearVersions:
 
         if isinstance(weight, QuantizedWeight):
             if self.device == "cpu":
-                rounds = self._rounds_inputs and weight.bits in (4, 8)
+                rounds = self._rounds_inputs and (weight.bits >= 4 or weight.group % 16 == 0)
             else:
                 rounds = self._rounds_inputs and not weight.weight_only
                 rounds = rounds and self._is_own("quantized_linear")

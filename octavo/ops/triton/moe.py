@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.moe import Activation, ApplyExperts, OfExperts, check_shapes
+from octavo.ops.moe import Activation, ApplyExperts, MakeLinear, OfExperts, check_shapes
 from octavo.ops.registry import register
 from octavo.ops.triton.launch import available, has_wgmma, pdl_for
 from octavo.ops.triton.moe_grouped import grouped, sum_of_pairs
@@ -84,9 +84,10 @@ def experts(
     activation: Activation = "silu_mul",
     gate_up_bias: OfExperts | None = None,
     down_bias: OfExperts | None = None,
+    linear: MakeLinear | None = None,
 ) -> ApplyExperts:
     """As the definition. Lists of quantized weights, of one kind for all experts, are packed one by
-    one and empty afterwards."""
+    one and empty afterwards; there are kernels for them, so ``linear`` is not called."""
     arguments = (gate_up, down, activation, gate_up_bias, down_bias)
     if _quantized(gate_up) != _quantized(down):
         raise ValueError("gate and up projections are quantized and down projections not, or so")
