@@ -18,7 +18,6 @@ from octavo.ops.triton.packed import Layout
 from octavo.ops.triton.plans import PROCESSORS, Shape
 
 BUCKETS = (1, 16, 32, 64, 128, 256)  # rows are padded to these, above 64 to multiples of 64
-ROWS_AT_A_TIME = 64
 TABLE = Path(__file__).with_name("plans_quantized_h200.json")
 
 
@@ -46,6 +45,11 @@ class PackedPlan:
 
 
 EXPAND = PackedPlan("expand")
+
+
+def rows_of_tile(layout: Layout) -> int:
+    """Most rows of x in a tile: the inputs of 16 planes, of 3 bits, take much room."""
+    return 32 if layout.bits == 3 else 64
 
 
 def bucket_of(rows: int) -> int | None:
