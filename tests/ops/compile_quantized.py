@@ -18,7 +18,7 @@ from octavo.ops.triton import (
 )
 from octavo.ops.triton.moe_sort import Sorted
 from octavo.ops.triton.packed import Layout, Packed
-from octavo.ops.triton.packed_plans import BUCKETS, choose, rounded_plan
+from octavo.ops.triton.packed_plans import BUCKETS, choose, rounded_plan, rows_of_tile
 from octavo.ops.triton.packed_skinny import packed_skinny
 from octavo.ops.weights import Outliers
 from tests.fixtures.triton_aot import described, recorded
@@ -72,7 +72,7 @@ def launch_all(weight: Packed, dtype: torch.dtype) -> None:
                 packed_gemv.packed_gemv(replace(plan, half=True), x, *operands, False, 1)
         elif plan.kind == "skinny" and bucket in (16, 64):
             arrived = meta(1000, dtype=torch.int32)
-            packed_skinny(plan, bucket, x, *operands, arrived, False, 2)
+            packed_skinny(plan, min(bucket, rows_of_tile(layout)), x, *operands, arrived, False, 2)
     expand.expand(weight, meta(256, K, dtype=dtype))
 
 

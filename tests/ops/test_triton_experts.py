@@ -20,6 +20,7 @@ KINDS = {
     "8-bit-channel": lambda kinds, n, k: kinds.even(n, k, 8, 65_536),
     "3-bit": lambda kinds, n, k: kinds.even(n, k, 3, 48),
     "table": lambda kinds, n, k: kinds.table(n, k, 4, 16, of_rows=True),
+    "table-shared": lambda kinds, n, k: kinds.table(n, k, 4, 32),
     "float8": lambda kinds, n, k: kinds.float8(n, k, (0, 0)),
     "float8-block": lambda kinds, n, k: kinds.float8(n, k, (16, 32)),
 }

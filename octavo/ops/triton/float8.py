@@ -25,7 +25,9 @@ from octavo.ops.triton.weight_only import PackedLinear, split
 from octavo.ops.weights import Float8Weight
 
 PLAIN = 16  # rows whose inputs stay as they are
-OWN = 128  # rows of own products of FP8; torch's rows by scales are up to 2x slower there
+OWN = 128  # rows of own products of FP8; torch's rows by scales are up to 2x slower there,
+OWN_NARROW = 256  # also beyond for few outputs
+NARROW = 5120
 OWN_BLOCKS = 512  # the same, of weights with scales of blocks
 BLOCK = 128  # whose products cuBLAS has
 
@@ -67,7 +69,7 @@ class Float8Linear:
         if weight.block[1] == 0 and fits:
             scales = weight.by_channel().scales
             self._scales = scales.view(1, -1)
-            return OWN, self._by_rows
+            return (OWN_NARROW if outputs <= NARROW else OWN), self._by_rows
         if weight.block == (BLOCK, BLOCK) and fits and hopper and inputs % BLOCK == 0:
             columns = weight.scales.shape[1]
             self._scales = F.pad(weight.scales, (0, -columns % 4)).t()

@@ -24,10 +24,8 @@ from octavo.ops.triton.moe_plans import tile_rows
 from octavo.ops.triton.moe_sort import Sorted, sort_by_expert
 from octavo.ops.triton.packed import Packed, pack
 from octavo.ops.triton.packed_gemv import constants, operands
-from octavo.ops.triton.packed_plans import PackedPlan
+from octavo.ops.triton.packed_plans import PackedPlan, rows_of_tile
 from octavo.ops.triton.packed_skinny import multiply, stages_that_fit, words_at_a_time
-
-MOST_ROWS = 64  # of a tile: more would not leave room for planes of inputs
 
 
 @triton.jit
@@ -68,7 +66,7 @@ def packed_grouped_kernel(
     if TABLE == 2:
         table_rows = table_ptr + ((expert * ROWS + w_rows) * (1 << BITS))[:, None]
     else:
-        table_rows = table_ptr
+        table_rows = table_ptr + expert * (1 << BITS)
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -137,16 +135,10 @@ def stacked(weights: list[Any]) -> Stack:
                 raise ValueError(f"{name} of experts are {place.dtype} and {tensor.dtype}")
             else:
                 place[index] = tensor
-    table = first.table if first.layout.table == 1 else room["table"]
-    if first.layout.table == 1 and first.table is not None:
-        assert room["table"] is not None
-        if not torch.equal(room["table"], first.table.expand_as(room["table"])):
-            raise ValueError("experts have tables of their own")
     words = room["words"]
     assert words is not None
-    packed = Packed(
-        first.layout, words, room["scales"], room["shifts"], table, room["gather"], None
-    )
+    scales, shifts, table = room["scales"], room["shifts"], room["table"]
+    packed = Packed(first.layout, words, scales, shifts, table, room["gather"], None)
     return Stack(packed, inputs)
 
 
@@ -181,6 +173,8 @@ class PackedExperts:
             for bias in (gate_up_bias, down_bias)
         )
         self.clamped = activation == "swiglu_clamped"
+        layouts = (self.gate_up.packed.layout, self.down.packed.layout)
+        self.most_rows = min(rows_of_tile(layout) for layout in layouts)
         self.plan: PackedPlan | None = None
 
     def __call__(
@@ -194,7 +188,7 @@ class PackedExperts:
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         other = None if other is None else other.contiguous()
         count, pdl = tokens * top_k, pdl_for(tokens)
-        rows = min(tile_rows(count, self.num_experts), MOST_ROWS)
+        rows = min(tile_rows(count, self.num_experts), self.most_rows)
         plan = self.plan or plan_of(rows)
         pairs = sort_by_expert(ids, self.num_experts, rows, pdl)
         inner = torch.empty(count, self.inner, dtype=x.dtype, device=x.device)

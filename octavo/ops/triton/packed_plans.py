@@ -18,7 +18,6 @@ from octavo.ops.triton.packed import Layout
 from octavo.ops.triton.plans import PROCESSORS, Shape
 
 BUCKETS = (1, 16, 32, 64, 128, 256)  # rows are padded to these, above 64 to multiples of 64
-ROWS_AT_A_TIME = 64
 TABLE = Path(__file__).with_name("plans_quantized_h200.json")
 
 
@@ -46,6 +45,11 @@ class PackedPlan:
 
 
 EXPAND = PackedPlan("expand")
+
+
+def rows_of_tile(layout: Layout) -> int:
+    """Most rows of x in a tile: the inputs of 16 planes, of 3 bits, take much room."""
+    return 32 if layout.bits == 3 else 64
 
 
 def bucket_of(rows: int) -> int | None:
@@ -102,8 +106,8 @@ def rule_of_thumb(
     silu = epilogue == "silu_mul"
     if bucket == 1:
         return _gemv_rule(layout, silu)
-    if bucket > 128:
-        return EXPAND
+    if layout.table or (bucket > 128 and layout.bits == 0):
+        return EXPAND  # looking numbers up once costs less than doing it for each tile of rows
     splits = _splits(layout, n)
     if layout.bits == 0 and bucket == 16:
         wide = n >= 64 * PROCESSORS  # enough programs
@@ -127,14 +131,19 @@ def _gemv_rule(layout: Layout, silu: bool) -> PackedPlan:
     if layout.bits == 0:
         block_k = 1024 if layout.inputs >= 1024 else 256
         return PackedPlan("gemv", 2 if silu else 4, block_k, 2 if block_k == 1024 else 1)
-    wide = layout.columns >= 512 and not silu
-    return PackedPlan("gemv", 2 if silu else 8 if wide else 4, 256 if wide else 128, 1 + wide)
+    if silu or layout.columns < 1024:
+        return PackedPlan("gemv", 2 if silu else 4, 128, 1, half=True)
+    return PackedPlan("gemv", 4, 256, 2, half=True)
 
 
 def rounded_plan(layout: Layout, n: int, epilogue: Epilogue, rows: int, hopper: bool) -> PackedPlan:
     """The plan of products of weights and inputs of 8 bits."""
-    tiles = -(-n // 64)
-    if epilogue == "silu_mul" and rows > 32 and tiles >= 2 * PROCESSORS:
-        return PackedPlan("skinny", 128, 128, 4, 4 if hopper else 2)
-    splits = 2 if tiles < PROCESSORS and layout.inputs >= 2048 and rows > 16 else 1
-    return PackedPlan("skinny", 64, 256, 4, (6 if rows <= 16 else 4) if hopper else 2, splits)
+    if epilogue == "silu_mul" and n >= 128 * PROCESSORS:
+        block_n = 64 if rows <= 32 else 128
+        return PackedPlan("skinny", block_n, 128, 4, 4 if hopper else 2)
+    if not hopper:
+        return PackedPlan("skinny", 64, 128, 4, 2)
+    if rows > 128:
+        return PackedPlan("skinny", 128, 128, 8, 6)
+    splits = 2 if layout.inputs >= 8192 and 32 < rows <= 64 else 1
+    return PackedPlan("skinny", 64, 256, 4, 6 if splits == 1 and rows <= 64 else 4, splits)

@@ -24,10 +24,10 @@ from octavo.ops.triton.packed_inputs import gathered, outlier_products
 from octavo.ops.triton.packed_plans import (
     BUCKETS,
     EXPAND,
-    ROWS_AT_A_TIME,
     PackedPlan,
     bucket_of,
     choose,
+    rows_of_tile,
 )
 from octavo.ops.triton.packed_skinny import packed_skinny, tiles
 from octavo.ops.weights import Weight
@@ -42,6 +42,7 @@ class PackedLinear:
         self.packed, self.bias, self.epilogue, self.dtype = packed, bias, epilogue, dtype
         self.silu = epilogue == "silu_mul"
         self.out_features = packed.rows // (2 if self.silu else 1)
+        self.rows_of_tile = rows_of_tile(packed.layout)
         reserve(packed, dtype)
         self._places: Tensor | None = None  # of each input in the packed weight
         if packed.gather is not None:
@@ -55,7 +56,7 @@ class PackedLinear:
         """Takes other plans than the chosen ones (for tuning)."""
         self.plans = plans
         counts = [
-            tiles(plan, self.out_features, self.silu) * -(-bucket // ROWS_AT_A_TIME)
+            tiles(plan, self.out_features, self.silu) * -(-bucket // self.rows_of_tile)
             for bucket, plan in plans.items()
             if plan.split_k > 1
         ]
@@ -84,7 +85,7 @@ class PackedLinear:
         else:
             assert bucket is not None
             operands = (self.packed, self.bias, other, extra, y, self._arrived, self.silu, pdl)
-            packed_skinny(plan, max(16, min(bucket, ROWS_AT_A_TIME)), x, *operands)
+            packed_skinny(plan, max(16, min(bucket, self.rows_of_tile)), x, *operands)
         return y
 
     def _expanded(self, x: Tensor, other: Tensor | None) -> Tensor:
