@@ -110,12 +110,13 @@ class DummySource:
             if tensor.optional:
                 continue
             size = tensor.shape(rows, inputs)
-            if -1 in size or tensor.kinds[0] not in _RANDOM:
+            kind = next((kind for kind in ("F16", *tensor.kinds) if kind in tensor.kinds), "")
+            if -1 in size or kind not in _RANDOM:
                 raise ConfigError(
                     f"{self.where}: --load-format dummy: no random weights in {found.name}; "
                     "leave quantization_config out, or round them with --quantization"
                 )
-            tensors[tensor.suffix] = self._random(size, _RANDOM[tensor.kinds[0]], inputs)
+            tensors[tensor.suffix] = self._random(size, _RANDOM[kind], inputs)
         weight = found.read(tensors, rows, inputs)
         if isinstance(found, GPTQ) and found.symmetric and isinstance(weight, QuantizedWeight):
             return replace(weight, zero=1 << (found.bits - 1), zeros=None)  # random ones differ

@@ -21,7 +21,8 @@ from octavo.ops.triton.launch import options
 from octavo.ops.triton.packed import Packed
 from octavo.ops.triton.packed_gemv import constants, operands
 
-AT_A_TIME = 1 << 25  # numbers
+AT_A_TIME = 1 << 27  # numbers: all of most linears, 256 MiB
+TILE = 256  # outputs at a time are a multiple of these: cuBLAS halves its speed on ragged ones
 BLOCK_N = 32
 _scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -122,7 +123,8 @@ def expand(packed: Packed, y: Tensor, first: int = 0, ids: Tensor | None = None)
 
 
 def rows_at_a_time(packed: Packed) -> int:
-    return max(1, min(packed.rows, AT_A_TIME // packed.layout.inputs))
+    fitting = AT_A_TIME // packed.layout.inputs
+    return min(packed.rows, max(TILE, fitting // TILE * TILE))
 
 
 def reserve(packed: Packed, dtype: torch.dtype) -> None:
