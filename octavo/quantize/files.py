@@ -25,31 +25,57 @@ GB = 10**9
 
 def check_output(output: Path) -> None:
     """Raises ConfigError for a directory that holds something, or cannot be one."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {output}: is a file; name a new directory")
-    if output.is_dir() and any(output.iterdir()):
-        raise ConfigError(f"--output {output}: is not empty; name a new directory")
+    with _disk_errors(output):
+        there = _existing(output)
+        if not there.is_dir():
+            what = "is" if there == output.absolute() else f"{there} is"
+            raise ConfigError(f"--output {output}: {what} a file; name a new directory")
+        if output.is_dir() and any(output.iterdir()):
+            raise ConfigError(f"--output {output}: is not empty; name a new directory")
+
+
+def _existing(output: Path) -> Path:
+    """The directory, or the nearest of those above it that is there."""
+    whole = output.absolute()
+    return next(path for path in (whole, *whole.parents) if path.exists())
+
+
+@contextmanager
+def _disk_errors(output: Path) -> Iterator[None]:
+    """Raises ConfigError for what the system does not let be read or written (a full disk)."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        named = error.filename is not None and not Path(error.filename).is_relative_to(output)
+        where = f"{error.filename}" if named else f"--output {output}: cannot be written"
+        raise ConfigError(f"{where}: {reason}") from None
 
 
 @contextmanager
 def made(output: Path) -> Iterator[None]:
-    """Makes the directory; where what follows fails, it is left as it was: not there, or empty."""
-    was_there = output.exists()
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for file in output.iterdir():
-            file.unlink()
-        if not was_there:
-            output.rmdir()
-        raise
+    """Makes the directory; where what follows fails, it is left as it was: not there, or empty.
+    Raises ConfigError for errors of the disk."""
+    with _disk_errors(output):
+        whole, there = output.absolute(), _existing(output)
+        new = [path for path in (whole, *whole.parents) if path.is_relative_to(there)]
+        new.remove(there)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            yield
+        except BaseException:
+            for file in output.iterdir() if output.is_dir() else ():
+                file.unlink()
+            for path in new:
+                if path.is_dir():
+                    path.rmdir()
+            raise
 
 
 def check_space(output: Path, needed: int) -> None:
     """Raises ConfigError where the disk has not so many bytes."""
-    there = next(path for path in (output, *output.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    with _disk_errors(output):
+        free = shutil.disk_usage(_existing(output)).free
     if needed > free:
         raise ConfigError(
             f"--output {output}: needs up to {needed / GB:.1f} GB, {free / GB:.1f} GB are free on "
@@ -78,7 +104,8 @@ def copy_others(source: Path, output: Path) -> None:
 def write_tokenizer(tokenizer: Tokenizer, output: Path, sample: str) -> None:
     """As a tokenizer.json. Raises ConfigError where it would read ``sample`` in another way."""
     vocabulary = tokenizer.vocabulary
-    _with_surroundings(tokenizer).save(str(output / "tokenizer.json"))
+    whole = _with_surroundings(tokenizer).to_str(pretty=True)
+    (output / "tokenizer.json").write_text(whole, encoding="utf-8")
     values: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **vocabulary.named_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,35 @@ def test_what_fails_half_way_leaves_nothing(
     with pytest.raises(ConfigError, match="layer 0: no such luck"):
         make(models.path("R"), tmp_path / "out", Recipe("gptq"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ("int8", "gguf-q8_0"))
+def test_a_disk_that_fills_leaves_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the directory nor those above it."""
+    source = models.path("R-F16" if "gguf" in kind else "R")
+    source = source / "model.gguf" if source.is_dir() and "gguf" in kind else source
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    output = tmp_path / "new" / "deep" / "out"
+    tokens = ["quantize", str(source), "--format", kind, "--device", "cpu", "-o", str(output)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        assert main(tokens) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"--output {output}: cannot be written: " in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_cannot_be_a_directory_is_refused(
+    model_r: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for name, words in (("file/a/b", f"{tmp_path}/file is a file"), ("a" * 300, "too long")):
+        tokens = ["quantize", str(model_r), "--format", "int8", "-o", str(tmp_path / name)]
+        assert main([*tokens, "--device", "cpu"]) == 2
+        assert words in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_command_says_what_it_made_and_what_that_lost(
