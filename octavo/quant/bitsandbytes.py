@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, gcd
+from math import ceil, gcd, inf
 from typing import TYPE_CHECKING, Any
 
 from octavo.quant.fields import Fields, named_by
@@ -44,6 +44,8 @@ _STORAGE = {
     "float32": ("F32", 4),
 }
 _LEVELS = 127
+_LARGEST_BLOCK = 1 << 31  # far beyond bitsandbytes' 4,096: places are counted in 64 bits
+_SHOWN = 120  # characters of what a file says, in an error
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class FourBit:
         table = tensors["weight.quant_map"].flatten()
         if len(table) != 16:
             raise ValueError(f"weight.quant_map has {len(table)} numbers, not 16")
+        check_finite(table, "weight.quant_map")
         stored = tensors["weight"].contiguous().view(torch.uint8).flatten()
         codes = torch.stack((stored >> 4, stored & 15), dim=1).flatten()[:count]
         block = state["blocksize"]
@@ -102,16 +105,16 @@ class FourBit:
         try:
             state = json.loads(bytes(stored.flatten().tolist()))
             found = {key: state[key] for key in ("quant_type", "shape", "blocksize")}
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{self._state} cannot be read: {error!r}") from None
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{self._state} cannot be read: {_shown(error)}") from None
         if found["quant_type"] != self.kind or found["shape"] != list(shape):
             raise ValueError(
-                f"{self._state} says {found['quant_type']} of {found['shape']}, not {self.kind} of "
-                f"{list(shape)}"
+                f"{self._state} says {_shown(found['quant_type'])} of {_shown(found['shape'])}, "
+                f"not {self.kind!r} of {list(shape)}"
             )
         for key in ("blocksize", *(["nested_blocksize"] if "nested_blocksize" in state else [])):
-            if type(state[key]) is not int or state[key] < 1:
-                raise ValueError(f"{self._state} has a {key} of {state[key]!r}")
+            if type(state[key]) is not int or not 1 <= state[key] <= _LARGEST_BLOCK:
+                raise ValueError(f"{self._state} has a {key} of {_shown(state[key])}")
         return dict(state)
 
     def _scales(self, tensors: Mapping[str, Any], state: dict[str, Any], count: int) -> Tensor:
@@ -176,11 +179,17 @@ def _dequantized(codes: Tensor, tensors: Mapping[str, Any], state: dict[str, Any
             f"weight.nested_quant_map and nested_absmax have {len(table)} and {len(outer)} "
             f"numbers, not 256 and {ceil(len(codes) / block)}"
         )
-    if type(offset) not in (int, float):
-        raise ValueError(f"nested_offset is {offset!r}, not a number")
+    if not isinstance(offset, int | float) or not abs(offset) < inf:
+        raise ValueError(f"nested_offset is {_shown(offset)}, not a finite number")
     places = torch.arange(len(codes), device=codes.device) // block
     product: Tensor = table[codes.long()] * outer[places]
-    return product + torch.tensor(offset, device=codes.device)
+    return product + torch.tensor(float(offset), device=codes.device)
+
+
+def _shown(value: object) -> str:
+    """In an error of one line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def block_group(block: int, inputs: int) -> int:

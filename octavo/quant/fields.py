@@ -11,6 +11,8 @@ from typing import Any
 from octavo.types import ConfigError
 
 _SHOWN = 120  # characters of a value in an error
+_ENDLESS = re.compile(r"[*+]|\{\d*,\d*\}")  # or nearly so
+_REPEATS = 6  # in a regular expression for names, whose time is a name's length to that power
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,34 @@ class Fields:
 
 
 def pattern(text: str, fields: Fields, name: str) -> re.Pattern[str]:
-    """Raises ConfigError for what is no regular expression."""
+    """Raises ConfigError for what is no regular expression, and for one that may search for ages:
+    what repeats within what repeats tries each way of sharing a name among the two, and their
+    number doubles with every character."""
     try:
-        return re.compile(text)
-    except re.error as error:
-        raise ConfigError(
-            f"{fields.where}: {fields.path}{name} holds {text!r}: no regular expression: {error}"
-        ) from None
+        found = re.compile(text)
+    except (re.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        reason = f"no regular expression: {str(error)[:_SHOWN]}"
+    else:
+        if not _repeats_within(text):
+            return found
+        reason = "its repetitions are nested or many, so that it may search without end"
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    raise ConfigError(f"{fields.where}: {fields.path}{name} holds {shown!r}: {reason}")
+
+
+def _repeats_within(text: str) -> bool:
+    """Whether a group of the regular expression is repeated without end that holds what is, too, or
+    alternatives, which may be read in several ways; or more than ``_REPEATS`` follow each other."""
+    bare = re.sub(r"\\.", "a", text, flags=re.DOTALL)  # an escaped character
+    bare = re.sub(r"\[\^?\]?[^]]*\]", "a", bare)  # a class
+    group = re.compile(r"\(([^()]*)\)")
+    while found := group.search(bare):  # an innermost one, which becomes a letter
+        inner, rest = found[1], bare[found.end() :]
+        is_loose = "|" in inner or _ENDLESS.search(inner) is not None
+        if is_loose and _ENDLESS.match(rest):
+            return True
+        bare = f"{bare[: found.start()]}{'a+' if is_loose else 'a'}{rest}"
+    return any(len(_ENDLESS.findall(one)) > _REPEATS for one in bare.split("|"))
 
 
 def named_by(names: Collection[str], fields: Fields, name: str) -> Callable[[str], bool]:

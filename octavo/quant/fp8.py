@@ -7,13 +7,14 @@ though the name ``weight_scale_inv`` says otherwise.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.quant.fields import Fields, named_by
 from octavo.quant.format import FLOATS, CheckpointFormat, Scheme, StoredTensor, numbers
-from octavo.quant.grid import check_finite
+from octavo.quant.grid import LARGEST_GROUP, check_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from octavo.ops.weights import Float8Weight
 
 SCHEMES = ("dynamic", "static")
+_NUMBER = re.compile("[0-9]{1,9}")
 # Of an attention layer: AutoFP8's common one, one of each, llm-compressor's of the projections.
 KV_SCALES = (
     "kv_scale",
@@ -73,6 +75,8 @@ class FP8:
 
         scales = tensors[self.scale].float()
         check_finite(scales, self.scale)
+        weight = tensors["weight"].contiguous()
+        _check_numbers(weight)
         block = self.block
         if not block[0]:
             scales = self._by_output(scales.flatten(), out_features, parts)
@@ -80,9 +84,7 @@ class FP8:
         input_scale = None
         if self.static:
             input_scale = self._input_scale(tensors["input_scale"], parts)
-        return Float8Weight(
-            tensors["weight"].contiguous(), scales, block, input_scale, self.weight_only
-        )
+        return Float8Weight(weight, scales, block, input_scale, self.weight_only)
 
     def _by_output(self, scales: Tensor, outputs: int, parts: Sequence[int]) -> Tensor:
         """FP32 [1, 1], or [out, 1]."""
@@ -98,7 +100,7 @@ class FP8:
     def _input_scale(self, stored: Tensor, parts: Sequence[int]) -> Tensor:
         """FP32 []. Projections of one input share a scale for it: the largest, which clips none."""
         scales = stored.float().flatten()
-        if len(scales) not in (1, len(parts)):
+        if len(scales) not in (1, len(parts) or 1):
             raise ValueError(f"input_scale has {len(scales)} numbers for {len(parts) or 1}")
         check_finite(scales, "input_scale")
         if not bool((scales > 0).all()):
@@ -125,6 +127,17 @@ class FP8:
                 raise ValueError("a static scheme needs a scale of the inputs")
             tensors["input_scale"] = weight.input_scale.reshape(1)
         return tensors
+
+
+def _check_numbers(weight: Tensor) -> None:
+    """Raises ValueError for infinities (of E5M2) and what is no number, which spoil all logits."""
+    import torch
+
+    magnitudes = weight.view(torch.uint8) & 127
+    least = 127 if weight.dtype == torch.float8_e4m3fn else 124
+    count = int((magnitudes >= least).sum())
+    if count:
+        raise ValueError(f"weight holds {count:,} numbers that are not finite")
 
 
 def config(format: FP8, skipped: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
@@ -167,8 +180,8 @@ def block_size(fields: Fields, name: str) -> tuple[int, int]:
         return 0, 0
     sizes = value
     if isinstance(value, str):
-        sizes = [int(size) if size.isdecimal() else 0 for size in value.split("x")]
+        sizes = [int(size) if _NUMBER.fullmatch(size) else 0 for size in value.split("x")]
     is_pair = isinstance(sizes, list) and len(sizes) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in sizes):
-        raise fields.error(name, value, "two numbers, as [128, 128]")
+    if not is_pair or not all(type(size) is int and 0 < size <= LARGEST_GROUP for size in sizes):
+        raise fields.error(name, value, f"two numbers up to {LARGEST_GROUP:,}, as [128, 128]")
     return sizes[0], sizes[1]

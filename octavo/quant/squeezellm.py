@@ -87,7 +87,8 @@ def _outliers(tensors: Mapping[str, Any], outputs: int, inputs: int) -> Outliers
     if len(there) < len(names):
         raise ValueError(f"outliers need rows, cols and vals, there is only {', '.join(there)}")
     starts, columns, values = (tensors[name].flatten() for name in names)
-    if len(starts) != outputs + 1 or int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+    counts = starts.long().diff()  # in 64 bits: differences of 32 bits may wrap
+    if len(starts) != outputs + 1 or int(starts[0]) != 0 or bool((counts < 0).any()):
         raise ValueError(f"rows does not ascend from 0 over {outputs + 1} numbers")
     if not int(starts[-1]) == len(columns) == len(values):
         raise ValueError(

@@ -99,18 +99,31 @@ def without(tensors: dict, name: str) -> dict:
     return {key: tensor for key, tensor in tensors.items() if key != name}
 
 
+def state(text: str) -> torch.Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
 def test_what_means_nothing_is_refused() -> None:
     plain, nested = (random_tensors("nf4", (4, 64), 64, nested) for nested in (False, True))
     key = "weight.quant_state.bitsandbytes__nf4"
     other = random_tensors("nf4", (2, 128), 64, False)[key]
     named = torch.tensor(list(b'{"quant_type": "nf4", "shape": [4, 64], "blocksize": 0}'))
+    good = {"quant_type": "nf4", "shape": [4, 64], "blocksize": 64}
+    huge = json.dumps({**good, "blocksize": 10**30})
+    said = json.dumps({**good, "quant_type": "a" * 1000})
+    offset = json.dumps({**good, "nested_blocksize": 256, "nested_offset": float("inf")})
     for tensors, message in (
         (plain | {"weight.quant_map": torch.zeros(15)}, "quant_map has 15 numbers, not 16"),
         (plain | {"weight.absmax": torch.ones(5)}, "absmax has 5 numbers for 4 blocks"),
         (plain | {"weight.absmax": torch.full((4,), float("inf"))}, "absmax holds numbers that"),
-        (plain | {key: other}, r"says nf4 of \[2, 128\], not nf4 of \[4, 64\]"),
+        (plain | {key: other}, r"says 'nf4' of \[2, 128\], not 'nf4' of \[4, 64\]"),
         (plain | {key: other[:9]}, "cannot be read"),
         (plain | {key: named}, "has a blocksize of 0"),
+        (plain | {key: state("[" * 100_000)}, "cannot be read: RecursionError"),
+        (plain | {key: state(huge)}, "has a blocksize of 1000000000000"),
+        (plain | {key: state(said)}, "says 'aaaaa[^ ]*... of "),
+        (plain | {"weight.quant_map": torch.full((16,), float("nan"))}, "quant_map holds numbers"),
+        (nested | {key: state(offset)}, "nested_offset is inf, not a finite"),
         (without(nested, "weight.nested_absmax"), "nothing says by which scales"),
         (nested | {"weight.nested_absmax": torch.ones(3)}, "256 and 3 numbers, not 256 and 1"),
     ):

@@ -16,7 +16,9 @@ TYPES = {4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
 
 
 def random_bytes(outputs: int = OUTPUTS, inputs: int = INPUTS) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, (outputs, inputs), dtype=np.uint8)
+    """Of numbers in E4M3 and E5M2: infinities and NaN are refused."""
+    stored = np.random.default_rng(0).integers(0, 256, (outputs, inputs), dtype=np.uint8)
+    return np.where(stored & 127 < 124, stored, stored & 128)
 
 
 def random_scales(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -130,3 +132,19 @@ def test_weights_it_cannot_hold_are_not_written() -> None:
         FP8((128, 128)).write(weight)
     with pytest.raises(ValueError, match="a static scheme needs a scale of the inputs"):
         FP8(static=True).write(weight)
+
+
+@pytest.mark.parametrize(("exponent_bits", "byte"), ((4, 0x7F), (4, 0xFF), (5, 0x7C), (5, 0xFE)))
+def test_weights_that_are_no_numbers_are_refused(exponent_bits: int, byte: int) -> None:
+    stored = random_bytes()
+    tensors = {"weight": as_float8(stored, exponent_bits), "weight_scale": torch.tensor(1.0)}
+    FP8().read(tensors, OUTPUTS, INPUTS)
+    stored[1, 2] = byte
+    with pytest.raises(ValueError, match="weight holds 1 numbers that are not finite"):
+        FP8().read(tensors, OUTPUTS, INPUTS)
+
+
+def test_an_input_scale_of_no_number_is_refused() -> None:
+    tensors = {"weight": as_float8(random_bytes()), "weight_scale": torch.tensor(1.0)}
+    with pytest.raises(ValueError, match="input_scale has 0 numbers for 1"):
+        FP8(static=True).read({**tensors, "input_scale": torch.zeros(0)}, OUTPUTS, INPUTS)

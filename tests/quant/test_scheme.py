@@ -46,12 +46,44 @@ FP8 = {"quant_method": "fp8"}
             {**FP8, "weight_block_size": [128, 128], "activation_scheme": "static"},
             "activation_scheme is 'static'; supported: dynamic, with weight_block_size",
         ),
+        (
+            {**FP8, "weight_block_size": [128, 10**30]},
+            r"weight_block_size is \[128, 10+\]; supported: two numbers up to 65,536",
+        ),
+        ({**FP8, "weight_block_size": "9" * 5000 + "x1"}, "weight_block_size is '999"),
         ({**FP8, "ignored_layers": [1]}, r"ignored_layers is \[1\]; supported: a list of names"),
     ),
 )
 def test_what_is_not_supported_of_fp8_is_refused(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^config.json: quantization_config.{message}"):
         read_scheme({"quantization_config": values}, None, "config.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        *("(", "a{99999999999}", "(?L)a", "(?au)a", "(" * 5000 + ")" * 5000),
+        *("(.*)*x", "((a+))+x", "(a|b)*x", "(?:x(?:.*)y)+", "(a{2,})+", ".*.*.*.*.*.*.*x"),
+    ),
+)
+def test_regular_expressions_that_break_or_never_end_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^config\.json: quantization_config\.") as caught:
+        read({**FP8, "ignored_layers": [f"re:{text}"]})
+    assert len(str(caught.value)) < 500
+    with pytest.raises(ConfigError, match="dynamic holds"):
+        read({**GPTQ_4, "dynamic": {text: {}}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        *(r".*self_attn.*", r"model\.layers\.(0|1|2)\..*", r"[*+(]+x\(.*\)*", "(q|k|v)?_proj"),
+        *(r".*\.(?:[0-9]|1[0-7])\..*(q|k|v)_proj", "(?:.*lm_head.*|.*mtp.*)", r"^(?!.*foo).*$"),
+        *(r"(.*\.0\..*)|(.*\.1\..*)|(.*\.2\..*)|(.*\.3\..*)", "a{3}(?:bc){2}d*"),
+    ),
+)
+def test_regular_expressions_that_files_have_are_taken(text: str) -> None:
+    read({**FP8, "ignored_layers": [f"re:{text}"]})
 
 
 def test_a_dense_checkpoint_has_no_scheme(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_a_row_of_outliers_by_hand() -> None:
     (
         ({"rows": [0, 3, 3, 4, 9, 9]}, "rows does not ascend from 0 over 7 numbers"),
         ({"rows": [0, 3, 2, 4, 9, 9, 11]}, "rows does not ascend from 0"),
+        ({"rows": [0, 2**31 - 1, -(2**31), -1, 9, 9, 11]}, "rows does not ascend from 0"),
         ({"rows": [1, 3, 3, 4, 9, 9, 11]}, "rows does not ascend from 0"),
         ({"rows": [0, 3, 3, 4, 9, 9, 10]}, "rows end at 10, but there are 11 cols, 11 vals"),
         ({"cols": [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 64]}, "cols holds 0 to 64, of 64"),
