@@ -43,9 +43,9 @@ def choose_quantization(
 ) -> Quantization:
     """For ``--quantization`` on ``device`` ("cpu", "cuda") and what the checkpoint says of itself.
 
-    A GGUF file's groups are kept where there are kernels for them, unless FP32 was asked for on a
-    CPU (with groups, inputs are rounded to 8 bits) or FP16 (which its kernels do not take). Raises
-    ConfigError where what was asked for cannot be had.
+    A GGUF file's groups are kept where there are kernels for them: on a CPU not in FP32 (with
+    groups, inputs are rounded to 8 bits) and FP16, on a GPU not in FP32 and with --deterministic.
+    Raises ConfigError where what was asked for cannot be had.
     """
     asked = config.quantization
     asked = _SAME.get(asked, asked) if asked else None
@@ -78,6 +78,8 @@ def _of_groups(config: ModelConfig, asked: str | None, device: str) -> Quantizat
         native = registry.select("quantized_linear", "cpu", torch.float32).name == "native"
         if not asked and (not native or config.dtype in (*_EXACT, *_HALF)):
             return DENSE
+    elif not asked and (config.deterministic or config.dtype in _EXACT):
+        return DENSE
     reason = "--quantization gguf" if asked else "the file's own groups"
     if device == "cpu" and not asked:
         reason += "; --dtype float32 expands them and is exact"

@@ -56,6 +56,13 @@ def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "features", lambda: Features.AVX2)
 
 
+def test_a_gpu_keeps_groups_where_it_has_kernels_for_them() -> None:
+    assert chosen(None, is_gguf=True, device="cuda").keeps_groups
+    assert chosen(None, is_gguf=True, device="cuda", dtype="float16").keeps_groups
+    assert chosen(None, is_gguf=True, device="cuda", dtype="float32") == DENSE
+    assert chosen(None, is_gguf=True, device="cuda", deterministic=True) == DENSE
+
+
 @pytest.mark.parametrize("dtype", ("auto", "bfloat16"))
 def test_a_gguf_files_groups_are_kept(avx2: None, dtype: str) -> None:
     found = chosen(None, True, dtype=dtype)
