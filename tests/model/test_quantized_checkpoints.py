@@ -278,3 +278,17 @@ def test_fused_projections_with_a_scale_for_each(checkpoints: Any, tmp_path: Pat
     save_file(tensors, path / "model.safetensors")
     save_file(exact, dense / "model.safetensors")
     assert error(all_logits(load(path), IDS), all_logits(load(dense), IDS)) < 1e-5
+
+
+def test_a_sparse_part_may_be_empty(checkpoints: Any, tmp_path: Path) -> None:
+    """Of a matrix without outliers the file has tensors of no numbers."""
+    path, _ = in_format(checkpoints("Llama"), KINDS["squeezellm 4 bits, sparse"], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    module = "model.layers.0.self_attn.q_proj"
+    tensors[f"{module}.rows"] = torch.zeros_like(tensors[f"{module}.rows"])
+    for suffix in ("cols", "vals"):
+        tensors[f"{module}.{suffix}"] = tensors[f"{module}.{suffix}"][:0].clone()
+    save_file(tensors, path / "model.safetensors")
+    weight = open_source(path, ModelConfig()).fetch("layers.0.q.weight", (64, 96), torch.float32)()
+    assert weight.outliers is None
+    assert all_logits(load(path), IDS).isfinite().all()

@@ -236,6 +236,10 @@ class SafetensorsSource:
     ) -> Tensor:
         """``ours`` of the stored bytes, in memory of its own; the file's pages no longer count as
         this process's."""
+        if (
+            not tensor.num_bytes
+        ):  # no buffer can be made of nothing: outliers of which there are none
+            return ours(torch.empty(0, dtype=torch.uint8)).to(dtype)
         data = self._maps.get(tensor.file)
         if data is None:
             with tensor.file.open("rb") as file:
