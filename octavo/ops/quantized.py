@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,17 +44,6 @@ def _inverse(largest: Tensor) -> Tensor:
     return torch.where(inverse.isfinite(), inverse, 0)
 
 
-class QuantizedLinear(Protocol):
-    """A linear made of quantized weights, called many times."""
-
-    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """As ``linear`` (ops/linear.py), in x's dtype."""
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """ids: int64 [r]. Rows of the weight, [r, in], in the linear's dtype; without epilogue or
-        with ``logits``."""
-
-
 def rounded(x: Tensor, group: int) -> Tensor:
     """x: [T, in]. What the product sees of it: whole multiples of max |x| / 127 of each row and
     group, to the nearest, ties to even; 0 where that maximum has no finite 127 / max |x|."""
@@ -84,6 +72,7 @@ class TorchQuantizedLinear:
         self._bias, self._epilogue, self._dtype = bias, epilogue, dtype
 
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """As ``linear`` (ops/linear.py), in x's dtype."""
         wide = self._weight.dtype
         if self._order is not None:
             x = x[:, self._order]
@@ -98,5 +87,7 @@ class TorchQuantizedLinear:
         return (silu_mul(y) if self._epilogue == "silu_mul" else y).to(self._dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
+        """ids: int64 [r]. Rows of the weight, [r, in], in the linear's dtype; without epilogue or
+        with ``logits``."""
         found = self._weight[ids].to(self._dtype)
         return found if self._order is None else found[:, self._order.argsort()]
