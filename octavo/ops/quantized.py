@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.ops.joined import alike
 from octavo.ops.linear import Epilogue, silu_mul
 from octavo.ops.registry import register
-from octavo.ops.weights import ZERO, QuantizedWeight, alike
+from octavo.ops.weights import ZERO, QuantizedWeight
 
 LEVELS = 127  # inputs become whole numbers of -127 .. 127
 

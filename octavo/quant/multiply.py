@@ -100,7 +100,8 @@ _WEIGHT_ONLY = "weight_only_linear"
 
 def _is_whole(weight: QuantizedWeight) -> bool:
     """Whether a GPU's INT8 products have it: one scale an output, of codes around ``ZERO``."""
-    from octavo.ops.weights import ZERO, alike
+    from octavo.ops.joined import alike
+    from octavo.ops.weights import ZERO
 
     (found,) = alike([weight])
     is_plain = found.zeros is None and found.minimums is None and found.group >= found.shape[1]
@@ -109,7 +110,7 @@ def _is_whole(weight: QuantizedWeight) -> bool:
 
 def _fit_together(weights: Sequence[Weight]) -> bool:
     """Whether one packed weight can hold them all."""
-    from octavo.ops.weights import fit_together
+    from octavo.ops.joined import fit_together
 
     return fit_together(weights)
 
