@@ -7,8 +7,6 @@ from pathlib import Path
 
 from octavo.types import ConfigError
 
-SHIPPED = ("heldout", "calibration")
-
 
 def read_text(path: str | None, shipped: str) -> tuple[str, str]:
     """The text of a file, or the ``shipped`` one where none is named; and what to call it. Raises

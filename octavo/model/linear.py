@@ -12,6 +12,9 @@ from octavo.ops.linear import Epilogue
 from octavo.ops.weights import Weight
 from octavo.quant.multiply import LinearVersions
 from octavo.quant.rounding import Rounding
+from octavo.types import ConfigError
+
+_VALUES_AT_A_TIME = 1 << 24  # of a weight that is expanded
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Linear:
 
     def load(self, tensors: Mapping[str, Weight]) -> None:
         """tensors: ours by name, in the model's dtype or quantized. They may be released
-        afterwards."""
+        afterwards. Raises ConfigError for contents that no version multiplies."""
         weights = [tensors[f"{name}.weight"] for name, _ in self.parts]
         biases = [tensors[f"{name}.bias"] for name, _ in self.parts] if self.bias else []
         bias = torch.cat(biases) if biases else None  # type: ignore[arg-type]
@@ -57,7 +60,11 @@ class Linear:
             return
         if self.rounding is not None:
             weights = [rounded(weight, self.rounding, self.versions) for weight in weights]
-        self.apply = self.versions.multiplier(weights, bias, self.epilogue)
+        try:
+            self.apply = self.versions.multiplier(weights, bias, self.epilogue)
+        except ValueError as error:
+            names = ", ".join(name for name, _ in self.parts)
+            raise ConfigError(f"{names}: {error}") from None
 
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """x: [T, in]; other: what the epilogue ``add`` adds, [T, out]."""
@@ -70,5 +77,14 @@ def rounded(weight: Weight, rounding: Rounding, versions: LinearVersions) -> Wei
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Expanded where it is quantized."""
-    return weight if isinstance(weight, Tensor) else weight.dense().to(dtype)
+    """Expanded where it is quantized: some outputs at a time, since FP32 of all of a vocabulary's
+    would take several times the memory of what comes out."""
+    if isinstance(weight, Tensor):
+        return weight
+    rows, inputs = weight.shape
+    device = next(iter(weight.fields().values())).device
+    found = torch.empty(rows, inputs, dtype=dtype, device=device)
+    step = max(1, _VALUES_AT_A_TIME // inputs)
+    for at in range(0, rows, step):
+        found[at : at + step] = weight[at : at + step].dense()
+    return found

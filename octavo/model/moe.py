@@ -63,7 +63,13 @@ class Experts:
             tensor = dense(weight, self.versions.dtype) if expanded else weight
             if name not in self._placed:
                 self._placed[name] = self._room(name, tensor)
-            self._placed[name][index] = tensor  # type: ignore[assignment]
+            place = self._placed[name]
+            if isinstance(place, Tensor) and not isinstance(tensor, Tensor):
+                raise ConfigError(
+                    f"{self.prefix}.experts: {name} of expert {index} is quantized, that of others "
+                    "is not; on a GPU all or none of a layer's experts are"
+                )
+            place[index] = tensor  # type: ignore[assignment]
         self._missing -= 1
         if not self._missing:
             self.apply = self._made()

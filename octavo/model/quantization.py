@@ -20,6 +20,9 @@ _SAME = {"gptq_marlin": "gptq", "awq_marlin": "awq", "fbgemm_fp8": "fp8"}
 # What names checkpoints may have that are asked for by another one.
 _ALSO = {"fp8_per_tensor": "fp8", "fp8_per_channel": "fp8", "fp8_per_block": "fp8"}
 
+# Whose weights are codes into tables alone.
+_TABLES = ("squeezellm", "mxfp4")
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -43,9 +46,9 @@ def choose_quantization(
 ) -> Quantization:
     """For ``--quantization`` on ``device`` ("cpu", "cuda") and what the checkpoint says of itself.
 
-    A GGUF file's groups are kept where there are kernels for them, unless FP32 was asked for on a
-    CPU (with groups, inputs are rounded to 8 bits) or FP16 (which its kernels do not take). Raises
-    ConfigError where what was asked for cannot be had.
+    A GGUF file's groups are kept where there are kernels for them: on a CPU not in FP32 (with
+    groups, inputs are rounded to 8 bits) and FP16, on a GPU not in FP32 and with --deterministic.
+    Raises ConfigError where what was asked for cannot be had.
     """
     asked = config.quantization
     asked = _SAME.get(asked, asked) if asked else None
@@ -78,6 +81,8 @@ def _of_groups(config: ModelConfig, asked: str | None, device: str) -> Quantizat
         native = registry.select("quantized_linear", "cpu", torch.float32).name == "native"
         if not asked and (not native or config.dtype in (*_EXACT, *_HALF)):
             return DENSE
+    elif not asked and (config.deterministic or config.dtype in _EXACT):
+        return DENSE
     reason = "--quantization gguf" if asked else "the file's own groups"
     if device == "cpu" and not asked:
         reason += "; --dtype float32 expands them and is exact"
@@ -123,11 +128,12 @@ def _with_inputs(found: Quantization, config: ModelConfig, device: str) -> Quant
         return replace(found, reason=found.reason + reason, rounds_inputs=False)
     if device == "cpu":
         exact = config.dtype in _EXACT and found.name not in ("int8", "gguf")
-        by_format = found.name.endswith(("int8_weight_only", "bitsandbytes_int8"))
+        # LLM.int8's one scale for all inputs needs them as they are: a few are very large.
+        by_format = found.name in ("int8_weight_only", "bitsandbytes", "bitsandbytes_int8")
         if wanted == "auto" and (exact or by_format):
             return replace(found, rounds_inputs=False)
         if found.scheme is not None:
-            note = "; inputs of 4-bit and 8-bit weights are rounded to 8 bits by group"
+            note = "; inputs of weights on an even grid are rounded to 8 bits by group"
             return replace(found, reason=found.reason + note)
     return found
 
@@ -135,6 +141,8 @@ def _with_inputs(found: Quantization, config: ModelConfig, device: str) -> Quant
 def _can_round(name: str, device: str) -> tuple[bool, str]:
     """Whether the device multiplies what ``name`` rounds inputs to, else why not."""
     what = "this CPU" if device == "cpu" else "this GPU"
+    if name in _TABLES:
+        return False, f"{name}'s codes stand for numbers of a table, which are no integers"
     if name.startswith("fp8"):
         if device != "cpu" and multiplies_float8():
             return True, ""

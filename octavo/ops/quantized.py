@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.ops.joined import alike
 from octavo.ops.linear import Epilogue, silu_mul
 from octavo.ops.registry import register
-from octavo.ops.weights import ZERO, QuantizedWeight, alike
+from octavo.ops.weights import ZERO, QuantizedWeight
 
 LEVELS = 127  # inputs become whole numbers of -127 .. 127
 
@@ -43,17 +43,6 @@ def _inverse(largest: Tensor) -> Tensor:
     levels = torch.tensor(LEVELS, dtype=largest.dtype)  # a number / x would be levels * (1 / x)
     inverse = levels / largest
     return torch.where(inverse.isfinite(), inverse, 0)
-
-
-class QuantizedLinear(Protocol):
-    """A linear made of quantized weights, called many times."""
-
-    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """As ``linear`` (ops/linear.py), in x's dtype."""
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """ids: int64 [r]. Rows of the weight, [r, in], in the linear's dtype; without epilogue or
-        with ``logits``."""
 
 
 def rounded(x: Tensor, group: int) -> Tensor:
@@ -84,6 +73,7 @@ class TorchQuantizedLinear:
         self._bias, self._epilogue, self._dtype = bias, epilogue, dtype
 
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """As ``linear`` (ops/linear.py), in x's dtype."""
         wide = self._weight.dtype
         if self._order is not None:
             x = x[:, self._order]
@@ -98,5 +88,7 @@ class TorchQuantizedLinear:
         return (silu_mul(y) if self._epilogue == "silu_mul" else y).to(self._dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
+        """ids: int64 [r]. Rows of the weight, [r, in], in the linear's dtype; without epilogue or
+        with ``logits``."""
         found = self._weight[ids].to(self._dtype)
         return found if self._order is None else found[:, self._order.argsort()]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from octavo.quant.compressed_weights import NAME, Int8Stored, Packed
 from octavo.quant.fields import Fields, named_by
 from octavo.quant.format import CheckpointFormat, Scheme
-from octavo.quant.fp8 import FP8, KV_SCALES, block_size
+from octavo.quant.fp8 import FP8, block_size
 
 FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 
@@ -99,8 +99,6 @@ def scheme(fields: Fields) -> Scheme:
         format_of,
         # Which early versions of the package store for symmetric weights and inputs too.
         spare_suffixes=("weight_zero_point", "input_zero_point"),
-        kv_scale_suffixes=KV_SCALES,
-        kv_cache_scheme=fields.values.get("kv_cache_scheme"),
         notes=notes,
     )
 

@@ -104,15 +104,11 @@ class Scheme:
     begin with a name (``model.layers.0.self_attn.q_proj``), None for a dense one. One that lacks
     its format's first tensor while it has a ``weight`` is dense all the same. spare_suffixes: of
     tensors that may stand beside a projection and mean nothing where the model has no such
-    parameter and they are zero (AutoGPTQ's biases). kv_scale_suffixes: of scales for keys and
-    values in the KV cache, after an attention layer's name. kv_cache_scheme: what the config says
-    of the cache, in its own words; None for nothing. notes: what was found odd while reading, and
+    parameter and they are zero (AutoGPTQ's biases). notes: what was found odd while reading, and
     how it was taken; to be said once all is read.
     """
 
     name: str
     format_of: Callable[[str], CheckpointFormat | None]
     spare_suffixes: tuple[str, ...] = ()
-    kv_scale_suffixes: tuple[str, ...] = ()
-    kv_cache_scheme: Any = None
     notes: dict[str, None] = field(default_factory=dict)

@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
 SCHEMES = ("dynamic", "static")
 _NUMBER = re.compile("[0-9]{1,9}")
-# Of an attention layer: AutoFP8's common one, one of each, llm-compressor's of the projections.
-KV_SCALES = (
-    "kv_scale",
-    "k_scale",
-    "v_scale",
-    "k_proj.k_scale",
-    "v_proj.v_scale",
-    "k_proj.output_scale",
-    "v_proj.output_scale",
-)
 
 
 @dataclass(frozen=True)
@@ -165,12 +155,7 @@ def scheme(fields: Fields) -> Scheme:
     def format_of(module: str) -> CheckpointFormat | None:
         return None if is_skipped(module) else format
 
-    return Scheme(
-        "fp8",
-        format_of,
-        kv_scale_suffixes=KV_SCALES,
-        kv_cache_scheme=fields.values.get("kv_cache_scheme"),
-    )
+    return Scheme("fp8", format_of)
 
 
 def block_size(fields: Fields, name: str) -> tuple[int, int]:

@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from octavo.ops.weights import Weight
+    from octavo.ops.weights import QuantizedWeight, Weight
 
 
 class LinearVersions:
     """The versions of the linear operations on a device, chosen once each.
 
     ``used``: those that some linear took, by operation. ``rounds_inputs``: inputs are rounded where
-    the format says so; on a CPU those of weights on an even grid of 4 or 8 bits whatever it says.
+    the format says so and the device multiplies them; on a CPU those of weights on an even grid
+    whatever it says, of 2 and 3 bits in groups of a multiple of 16 alone.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LinearVersions:
                 rounds = self._rounds_inputs and (weight.bits >= 4 or weight.group % 16 == 0)
             else:
                 rounds = self._rounds_inputs and not weight.weight_only
-                rounds = rounds and self._is_own("quantized_linear")
+                rounds = rounds and self._is_own("quantized_linear") and _is_whole(weight)
             return "quantized_linear" if rounds else "weight_only_linear"
         if isinstance(weight, Float8Weight):
             rounds = self.device != "cpu" and self._rounds_inputs and not weight.weight_only
@@ -97,9 +98,19 @@ class LinearVersions:
 _WEIGHT_ONLY = "weight_only_linear"
 
 
+def _is_whole(weight: QuantizedWeight) -> bool:
+    """Whether a GPU's INT8 products have it: one scale an output, of codes around ``ZERO``."""
+    from octavo.ops.joined import alike
+    from octavo.ops.weights import ZERO
+
+    (found,) = alike([weight])
+    is_plain = found.zeros is None and found.minimums is None and found.group >= found.shape[1]
+    return is_plain and (found.bits, found.zero) == (8, ZERO)
+
+
 def _fit_together(weights: Sequence[Weight]) -> bool:
     """Whether one packed weight can hold them all."""
-    from octavo.ops.weights import fit_together
+    from octavo.ops.joined import fit_together
 
     return fit_together(weights)
 

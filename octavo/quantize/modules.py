@@ -11,7 +11,8 @@ from torch import Tensor
 from octavo.model.decoder import Model
 from octavo.model.layer import Layer
 from octavo.model.linear import Linear
-from octavo.ops.weights import Quantized, joined
+from octavo.ops.joined import joined
+from octavo.ops.weights import Quantized
 from octavo.quantize.layers import quantizable
 from octavo.quantize.source import Source
 from octavo.types import ConfigError

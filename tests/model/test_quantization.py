@@ -56,6 +56,13 @@ def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "features", lambda: Features.AVX2)
 
 
+def test_a_gpu_keeps_groups_where_it_has_kernels_for_them() -> None:
+    assert chosen(None, is_gguf=True, device="cuda").keeps_groups
+    assert chosen(None, is_gguf=True, device="cuda", dtype="float16").keeps_groups
+    assert chosen(None, is_gguf=True, device="cuda", dtype="float32") == DENSE
+    assert chosen(None, is_gguf=True, device="cuda", deterministic=True) == DENSE
+
+
 @pytest.mark.parametrize("dtype", ("auto", "bfloat16"))
 def test_a_gguf_files_groups_are_kept(avx2: None, dtype: str) -> None:
     found = chosen(None, True, dtype=dtype)
@@ -144,6 +151,19 @@ def test_what_goes_with_what(avx2: None) -> None:
     assert chosen("int8", quantized_activations="never").rounds_inputs is False
     assert chosen(None, scheme="gptq", dtype="float32").rounds_inputs is False
     assert chosen(None, scheme="gptq").rounds_inputs is True
+
+
+def test_inputs_stay_where_the_format_needs_them(avx2: None) -> None:
+    """LLM.int8 has one scale for all inputs of an output, of which a few are very large, and tables
+    are not multiplied as integers."""
+    for asked, scheme in ((None, "bitsandbytes"), ("bitsandbytes_int8", None)):
+        assert not chosen(asked, scheme=scheme).rounds_inputs
+        assert chosen(asked, scheme=scheme, quantized_activations="always").rounds_inputs
+    for scheme in ("squeezellm", "mxfp4"):
+        found = chosen(None, scheme=scheme)
+        assert not found.rounds_inputs and "rounded" not in found.reason
+        text = refused(None, scheme=scheme, quantized_activations="always")
+        assert f"{scheme}'s codes stand for numbers of a table" in text
 
 
 def test_the_head_is_rounded_where_it_is_said_to_be(avx2: None) -> None:

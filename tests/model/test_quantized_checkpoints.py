@@ -18,6 +18,7 @@ from octavo.model.loader.load import open_source
 from octavo.ops.float8 import quantize_float8
 from octavo.ops.native import library
 from octavo.types import ConfigError
+from tests.model.expert_families import DEEPSEEK
 from tests.model.quantized_checkpoints import KINDS, in_format, of_gptq
 from tests.model.running import all_logits, load, random_ids, write_checkpoint
 
@@ -193,6 +194,38 @@ def test_broken_checkpoints_are_refused(case: str, checkpoints: Any, tmp_path: P
     with pytest.raises(ConfigError, match=message) as caught:
         load(path)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_are_none_are_refused(checkpoints: Any, tmp_path: Path) -> None:
+    path, _ = in_format(checkpoints("Llama"), KINDS["fp8 by tensor"], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name].view(torch.uint8)[3, 5] = 127
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers\.1\.down: .*NaN"):
+        load(path)
+
+
+@pytest.mark.parametrize("kind", ("fp8 by block", "gptq 4 bits", "nf4"))
+def test_latent_attention_absorbs_a_dense_copy(kind: str, checkpoints: Any, tmp_path: Path) -> None:
+    """Whose bytes are those of the model's dtype."""
+    sizes = {"q_lora_rank": 64, "kv_lora_rank": 64, "first_k_dense_replace": 3, "head_dim": 32}
+    heads = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    path, dense = in_format(
+        checkpoints("DeepseekV3", **DEEPSEEK | sizes | heads), KINDS[kind], tmp_path
+    )
+    model, exact = load(path), load(dense)
+    assert error(all_logits(model, IDS), all_logits(exact, IDS)) < 1e-5
+    mixers = [layer.mixer for layer in model.layers]
+    absorbed = sum(mixer.key_up.nbytes + mixer.value_up.nbytes for mixer in mixers)
+    tensors = load_file(path / "model.safetensors")
+    ups = {name: tensor for name, tensor in tensors.items() if ".kv_b_proj." in name}
+    assert absorbed > 2 * sum(tensor.nbytes for tensor in ups.values())
+    linears = (linear.apply for layer in model.layers for linear in layer.linears())
+    packed = sum(
+        one._panels.nbytes for apply in linears for one in getattr(apply, "parts", [apply])
+    )
+    assert abs(model.linear_bytes / (absorbed + packed) - 1) < 0.03
 
 
 def test_dummy_weights_in_the_format_of_the_config(checkpoints: Any, tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from octavo.ops import registry
+from octavo.ops.joined import alike
 from octavo.ops.native import library
 from octavo.ops.native import linear as module
 from octavo.ops.native.calls import Pool, Tape
 from octavo.ops.native.library import Features, features
 from octavo.ops.native.linear import NativeQuantizedLinear
 from octavo.ops.quantized import quantize, rounded
-from octavo.ops.weights import QuantizedWeight, alike
+from octavo.ops.weights import QuantizedWeight
 from tests.ops.batch_invariance import assert_rows_alike
 from tests.ops.comparing import assert_close, randn
 from tests.ops.emulated_tiles import EMULATED_QUANTIZED

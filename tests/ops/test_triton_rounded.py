@@ -74,6 +74,10 @@ def test_given_scales_of_inputs():
     assert len(linear.parts) == 1 and linear.parts[0].input_scale == 0.02
 
 
+def test_blocks_of_no_power_of_two_keep_their_inputs():
+    check_float8([Kinds().float8(32, 144, (32, 48))], 20, exact=True)
+
+
 def test_other_types_and_parts():
     e5m2 = Kinds().float8(24, 64, (1, 0), torch.float8_e5m2)
     check_float8([e5m2], 40, exact=True)

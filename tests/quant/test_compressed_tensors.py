@@ -249,13 +249,11 @@ def test_its_config_is_read_back(format: Any) -> None:
     assert scheme.format_of("lm_head") is None
 
 
-def test_the_older_key_and_the_caches_scheme() -> None:
-    values = {**PACKED, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+def test_the_older_key() -> None:
+    values = {**PACKED}
     del values["quant_method"]
     scheme = read_scheme({"compression_config": values}, None, "config.json")
     assert scheme is not None and scheme.format_of(UP) == Packed(4, 128)
-    assert scheme.kv_cache_scheme == {"num_bits": 8, "type": "float"}
-    assert "k_scale" in scheme.kv_scale_suffixes
 
 
 def test_inputs_that_are_not_rounded_are_told() -> None:

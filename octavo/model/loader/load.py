@@ -176,10 +176,13 @@ def _weight_bytes(
     for name in sorted(set(wanted) - fused):
         is_expert = ".experts." in name and len(wanted[name]) == 2
         groups.append(([name], is_expert and model.rounding is not None))
+    expanded = _expanded(model, wanted)
     size = of_layers = 0
     for names, is_rounded in groups:
         shapes = {name: wanted[name] for name in names}
-        if is_rounded and not any(map(source.is_quantized, names)):
+        if expanded.issuperset(names):
+            taken = sum(map(math.prod, shapes.values())) * dtype.itemsize
+        elif is_rounded and not any(map(source.is_quantized, names)):
             assert model.rounding is not None
             taken = sum(model.rounding.bytes_of(*shape) for shape in shapes.values())
         elif len({source.is_quantized(name) for name in names}) == 1:
@@ -200,6 +203,19 @@ def _weight_bytes(
         packed = 0 if tied else source.bytes_packed({"embed.weight": shape}, dtype)
         size += math.prod(shape) * dtype.itemsize - packed
     return size, of_layers
+
+
+def _expanded(model: Model, wanted: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Those of ``wanted`` that are dense in memory however they are stored: of routers, what latent
+    attention absorbs, and a GPU's experts in FP32."""
+    linears = (linear for layer in model.layers for linear in layer.linears())
+    exact = [linear for linear in linears if linear.exact is not None]
+    found = {f"{name}.weight" for linear in exact for name, _ in linear.parts}
+    in_fp32 = model.device != "cpu" and model.dtype == torch.float32
+    for name in wanted:
+        if name.endswith(".kv_up.weight") or (in_fp32 and ".experts." in name):
+            found.add(name)
+    return found
 
 
 def _fetched(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.ops.joined import joined
 from octavo.ops.linear import Epilogue
 from octavo.ops.native import calls
 from octavo.ops.native.library import Features, Kernels, function, preferred
@@ -23,7 +24,6 @@ from octavo.ops.weights import (
     QuantizedWeight,
     TableWeight,
     Weight,
-    joined,
 )
 
 EXPANDED: dict[torch.dtype, Kernels] = {
@@ -155,7 +155,7 @@ class NativeWeightOnlyLinear(Packed):
     def __init__(
         self, weights: Sequence[Weight], bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> None:
-        """As the definition; weights of one kind (``weights.joined``), which are copied. Raises
+        """As the definition; weights of one kind (``ops/joined.py``), which are copied. Raises
         ValueError for others, dense ones among them, groups that are no multiple of 4, and NaN in
         E4M3."""
         kernel = preferred(EXPANDED.get(dtype, ()))

@@ -11,12 +11,13 @@ from ctypes import Structure, addressof, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from octavo.ops.joined import alike
 from octavo.ops.linear import Epilogue
 from octavo.ops.native import calls, memory
 from octavo.ops.native.library import Features, Kernels, brief_function, function, preferred
 from octavo.ops.quantized import of_codes
 from octavo.ops.registry import register
-from octavo.ops.weights import QuantizedWeight, alike
+from octavo.ops.weights import QuantizedWeight
 
 HALF = 16  # lanes of the gate and of the up projection in a panel
 PANEL = 2 * HALF  # lanes

@@ -52,7 +52,9 @@ class Float8Linear:
         self.silu = epilogue == "silu_mul"
         self.out_features = packed.rows // (2 if self.silu else 1)
         self.input_scale = weight.input_scale
-        self.is_rounded = packed.words.dtype == E4M3 and packed.gather is None
+        # Rounding takes groups of a power of two.
+        is_even = layout.group & (layout.group - 1) == 0
+        self.is_rounded = packed.words.dtype == E4M3 and packed.gather is None and is_even
         self.plan: Callable[[int], PackedPlan] = lambda rows: rounded_plan(
             layout, packed.rows, epilogue, rows, launch.has_wgmma()
         )

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.joined import alike
 from octavo.ops.linear import Epilogue
 from octavo.ops.registry import register
 from octavo.ops.triton import launch
@@ -21,7 +22,7 @@ from octavo.ops.triton.packed_inputs import gathered
 from octavo.ops.triton.packed_plans import PackedPlan, rounded_plan
 from octavo.ops.triton.packed_skinny import packed_skinny, tiles
 from octavo.ops.triton.rounding import rounded
-from octavo.ops.weights import ZERO, QuantizedWeight, alike
+from octavo.ops.weights import ZERO, QuantizedWeight
 
 OWN = 64  # rows of own products
 BLOCK = 1024

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.ops.joined import joined
 from octavo.ops.weights import (
     Float8Weight,
     Outliers,
@@ -26,7 +27,6 @@ from octavo.ops.weights import (
     QuantizedWeight,
     TableWeight,
     Weight,
-    joined,
 )
 
 NO_SHIFT, ZEROS, MINIMUMS = 0, 1, 2
