@@ -48,7 +48,9 @@ def test_every_kind_by_every_kernel(name):
     check([weight], 300)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if "bit" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in KINDS if "4-bit" in name or name == "3-bit-zeros"]
+)
 def test_every_grid_in_fp16(name):
     half = PackedPlan("gemv", 4, 64, 1, half=True)
     check([KINDS[name]], 1, dtype=torch.float16, plan=half)
@@ -95,12 +97,11 @@ PLANS = {
 
 
 @pytest.mark.parametrize(("rows", "plan"), PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("kind", ("4-bit", "float8", "3-bit"))
+@pytest.mark.parametrize("kind", ("4-bit", "float8"))
 def test_every_form_of_plan(kind, rows, plan):
     kinds = Kinds(4)
     weight = {
         "4-bit": lambda: kinds.even(33, 336, 4, 64, "minimums"),
-        "3-bit": lambda: kinds.even(33, 336, 3, 128, "zeros"),
         "float8": lambda: kinds.float8(33, 336, (16, 128)),
     }[kind]()
     linear, _ = check([weight], rows, "add", bias=True, plan=plan)
@@ -135,6 +136,7 @@ def test_codes_take_their_bits_and_no_more():
 def test_large_weights_are_expanded_some_rows_at_a_time(monkeypatch):
     expand = module.expand.__globals__
     monkeypatch.setitem(expand, "AT_A_TIME", 136 * 16)
+    monkeypatch.setitem(expand, "TILE", 16)
     monkeypatch.setitem(expand, "_scratch", {})
     check([Kinds().even(37, 136, 4, 32)], 300, "add", bias=True)
     (memory,) = expand["_scratch"].values()
