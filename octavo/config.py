@@ -79,7 +79,7 @@ class ModelConfig:
     )
     quantize_head: bool | None = flag(
         None,
-        "round the output head as the other weights (default: with int8 on a CPU)",
+        "round the output head as the other weights (default: with int8 … on a CPU)",
         group="model",
     )
     max_model_len: int | None = flag(

@@ -60,7 +60,7 @@ class EvalOptions:
 ModelOptions = some_flags(
     EngineConfig,
     *("model", "dtype", "quantization", "kv_cache_dtype", "tokenizer", "load_format", "revision"),
-    *("hf_overrides", "deterministic", "cpu_threads"),
+    *("quantize_head", "quantized_activations", "hf_overrides", "deterministic", "cpu_threads"),
 )
 # Those that both models get.
 _SHARED = ("dtype", "tokenizer", "deterministic", "cpu_threads")
@@ -120,4 +120,7 @@ def _against(arguments: Arguments, options: EvalOptions) -> EngineConfig | None:
         "revision": options.against_revision,
     }
     values |= {name: value for name, value in own.items() if value is not None}
-    return Arguments(values).build(EngineConfig)
+    try:
+        return Arguments(values).build(EngineConfig)
+    except ConfigError as error:  # of its own flags: MODEL's were found right before
+        raise ConfigError(f"--against {options.against}: {error}") from None

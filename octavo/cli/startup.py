@@ -72,9 +72,17 @@ def configuration(info: EngineInfo) -> str:
     if info.default_sampling:
         values["sampling defaults"] = json.dumps(info.default_sampling)
     rows = [(name, value, info.reasons.get(name, "")) for name, value in values.items()]
-    rows += [(name, "", reason) for name, reason in info.reasons.items() if name not in values]
+    rows += [(name, *_kept(name, why)) for name, why in info.reasons.items() if name not in values]
     rows += [(f"op {name}", chosen, "") for name, chosen in info.implementations.items()]
     return table(rows)
+
+
+def _kept(name: str, reason: str) -> tuple[str, str]:
+    """What weights or cache are kept in, which begins the reason, and the rest of it."""
+    if name not in ("quantization", "kv_cache_dtype") or ": " not in reason:
+        return "", reason
+    value, _, why = reason.partition(": ")
+    return value, why
 
 
 def curl(address: str, model: str) -> str:

@@ -64,6 +64,11 @@ def choose_quantization(
         found = DENSE
     else:
         found = _while_loading(config, asked, is_gguf, device)
+    if config.quantize_head and found.rounding is None:
+        raise ConfigError(
+            f"--quantize-head: the weights of {config.model} are not rounded while loading, nor "
+            f"is the head then; {'leave it out' if found.name else 'add --quantization int8'}"
+        )
     return _with_inputs(found, config, device)
 
 
@@ -100,7 +105,8 @@ def _while_loading(config: ModelConfig, asked: str, is_gguf: bool, device: str) 
         )
     if config.quantize_head is not None:
         found = replace(found, head=config.quantize_head)
-    return Quantization(asked, f"--quantization {asked}: {found.meaning}", rounding=found)
+    reason = f"--quantization {asked}: {found.meaning}" + ("; the head, too" if found.head else "")
+    return Quantization(asked, reason, rounding=found)
 
 
 def _with_inputs(found: Quantization, config: ModelConfig, device: str) -> Quantization:

@@ -30,7 +30,11 @@ INFO: dict[str, Any] = {
     "max_num_batched_tokens": 2048,
     "implementations": {"linear": "onednn"},
     "startup_seconds": {"load": 1.0, "warm-up": 0.5},
-    "reasons": {"block_size": "default on a CPU", "odd": "why"},
+    "reasons": {
+        "block_size": "default on a CPU",
+        "odd": "why",
+        "quantization": "int8: --quantization int8: weights",
+    },
 }
 
 
@@ -58,6 +62,8 @@ def test_ready_shows_configuration_reasons_and_address() -> None:
         "listening on http://127.0.0.1:8000",
     ):
         assert part in text, part
+    [kept] = [line.split() for line in text.splitlines() if "quantization" in line]
+    assert kept == ["quantization", "int8", "--quantization", "int8:", "weights"]
 
 
 def test_the_curl_line_is_a_request() -> None:

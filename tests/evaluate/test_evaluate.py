@@ -117,6 +117,7 @@ def test_the_command_prints_json_and_a_table(
     [
         (["--text", "absent.txt"], "absent.txt: cannot be read"),
         (["--against-quantization", "int8"], "name it with --against"),
+        (["--against", "R", "--against-quantization", "int9"], "--against R: --quantization int9"),
         (["--chunk", "1"], "--chunk 1: must be at least 2"),
         (["--against", "smollm-136m"], "smollm-136m"),
     ],

@@ -174,6 +174,9 @@ def test_the_head_is_rounded_where_it_is_said_to_be(avx2: None) -> None:
 
     assert of_head("int8") and not of_head("int8", "cuda") and not of_head("fp8")
     assert not of_head("int8", quantize_head=False) and of_head("fp8", quantize_head=True)
+    assert "the head, too" in chosen("int8").reason and "head" not in chosen("fp8").reason
+    assert "add --quantization int8" in refused(None, quantize_head=True)
+    assert refused(None, scheme="gptq", quantize_head=True).endswith("leave it out")
 
 
 def test_without_kernels_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
