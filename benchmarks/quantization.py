@@ -6,17 +6,18 @@
 
 Checkpoints are made with `octavo quantize` from the demo model's BF16 twin, once, in DIR (--made).
 Quality is measured over the held-out text in BF16, so that what a CPU does with inputs counts.
-Speed is measured in turns with BF16 in one process; the ratio is that of medians. Figures go to
+Speed is measured in turns with BF16, a process each; the ratio is that of medians. Figures go to
 benchmarks/results/quantization_{quality,speed}.json, row by row.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.report import RESULTS, save
+from benchmarks.report import RESULTS, ROOT, save
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.evaluate.corpus import read_text
@@ -33,7 +34,7 @@ from octavo.quantize.recipe import Recipe
 from tests.fixtures import models
 
 SOURCE = "G-bf16"
-BATCHES = {1: (5, 128), 16: (3, 64)}  # repetitions, tokens of each output
+BATCHES = {1: (4, 128), 16: (3, 64)}  # repetitions, tokens of each output
 PROMPT = 128
 console = Console()
 
@@ -133,29 +134,43 @@ def quality(names: list[str], made: Path, tokens: int) -> None:
 
 
 def speed(names: list[str], made: Path) -> None:
+    """Each row's process stands between two of BF16's, with whose mean it is compared."""
+    before = _told("BF16", made)
     for name in names:
-        path, flags = model_of(name, made)
+        own, after = _told(name, made), _told("BF16", made)
         figures: dict[str, Any] = {}
-        ours = LLM(path, dtype="bfloat16", max_num_seqs=16, **flags)
-        theirs = LLM(str(models.path(SOURCE)), dtype="bfloat16", max_num_seqs=16)
-        try:
-            for batch, (repetitions, tokens) in BATCHES.items():
-                rates: dict[str, list[float]] = {"tokens_per_s": [], "bf16_tokens_per_s": []}
-                for repetition in range(repetitions + 1):  # the first one warms up
-                    for key, llm in zip(rates, (ours, theirs)):
-                        rate = _rate(llm, batch, tokens, repetition)
-                        if repetition:
-                            rates[key].append(rate)
-                medians = {key: statistics.median(found) for key, found in rates.items()}
-                ratio = medians["tokens_per_s"] / medians["bf16_tokens_per_s"]
-                figures[f"batch {batch}"] = {**medians, "ratio": ratio, "all": rates}
-        finally:
-            ours.close()
-            theirs.close()
-            gc.collect()
-        shown = {key: round(value["ratio"], 2) for key, value in figures.items()}
-        console.print(name, shown)
+        for key, rates in own.items():
+            median = statistics.median(rates)
+            sides = [statistics.median(side[key]) for side in (before, after)]
+            base = statistics.mean(sides)
+            figures[key] = {
+                "tokens_per_s": median,
+                "bf16_tokens_per_s": base,
+                "ratio": median / base,
+                "all": {"row": rates, "bf16 before": before[key], "bf16 after": after[key]},
+            }
+        before = after
+        console.print(name, {key: round(value["ratio"], 2) for key, value in figures.items()})
         _add("quantization_speed", name, figures)
+
+
+def _told(name: str, made: Path) -> dict[str, list[float]]:
+    """What a process of its own measured: two engines in one would share the cores' threads."""
+    path, flags = (str(models.path(SOURCE)), {}) if name == "BF16" else model_of(name, made)
+    command = [sys.executable, "-m", "benchmarks.quantization", "subject", path, json.dumps(flags)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    found: dict[str, list[float]] = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
+def subject(path: str, flags: dict[str, Any]) -> None:
+    rates: dict[str, list[float]] = {}
+    llm = LLM(path, dtype="bfloat16", max_num_seqs=16, **flags)
+    for batch, (repetitions, tokens) in BATCHES.items():
+        found = [_rate(llm, batch, tokens, seed) for seed in range(repetitions + 1)]
+        rates[f"batch {batch}"] = found[1:]  # the first one warms up
+    llm.close()
+    print(json.dumps(rates))
 
 
 def _rate(llm: LLM, batch: int, tokens: int, seed: int) -> float:
@@ -198,11 +213,14 @@ def table() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("quality", "speed", "table"))
+    parser.add_argument("what", choices=("quality", "speed", "table", "subject"))
     parser.add_argument("rows", nargs="*", help="(default: all)")
     parser.add_argument("--made", type=Path, default=models.ROOT / "quantized")
     parser.add_argument("--tokens", type=int, default=16384, help="of the held-out text")
     options = parser.parse_args()
+    if options.what == "subject":
+        path, flags = options.rows
+        return subject(path, json.loads(flags))
     names = options.rows or list(ROWS)
     if unknown := set(names) - set(ROWS):
         parser.error(f"no rows {sorted(unknown)}; there are {', '.join(ROWS)}")
