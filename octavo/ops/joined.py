@@ -48,7 +48,7 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     dtype = torch.float16
     for weight in weights:
         dtype = torch.promote_types(dtype, weight.scales.dtype)
-    return [replace(_in_groups(weight, group, dtype), bits=bits) for weight in weights]
+    return [replace(in_groups(weight, group, dtype), bits=bits) for weight in weights]
 
 
 def _zeros(weight: QuantizedWeight) -> Tensor:
@@ -71,8 +71,12 @@ def _zero_in_minimums(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, scales=scales, minimums=low, zeros=None, zero=0)
 
 
-def _in_groups(weight: QuantizedWeight, group: int, dtype: torch.dtype) -> QuantizedWeight:
-    """In groups of that size, scales and minimums in ``dtype``."""
+def in_groups(
+    weight: QuantizedWeight, group: int, dtype: torch.dtype | None = None
+) -> QuantizedWeight:
+    """In groups of that size, scales and minimums in ``dtype``. Raises ValueError where the
+    weight's are no multiple of it."""
+    dtype = dtype or weight.scales.dtype
     if weight.group % group:
         raise ValueError(f"groups of {weight.group} inputs cannot be cut into {group}")
     count, times = -(-weight.shape[1] // group), weight.group // group

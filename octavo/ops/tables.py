@@ -32,5 +32,8 @@ def _nearest(weight: Tensor, numbers: Tensor, group: int) -> tuple[Tensor, Tenso
     scales = wide.abs().amax(dim=-1, keepdim=True)
     borders = (ascending[1:] + ascending[:-1]) / 2
     share = torch.where(scales > 0, wide / scales, 0)
-    codes = places.to(torch.uint8)[torch.bucketize(share, borders, out_int32=True)]
+    ranks = torch.zeros(share.shape, dtype=torch.uint8, device=weight.device)
+    for border in borders:  # quicker than a search: each pass goes by vectors
+        ranks += share > border
+    codes = places.to(torch.uint8)[ranks.int()]
     return codes.flatten(1)[:, :size], scales[..., 0]

@@ -69,6 +69,20 @@ class LinearVersions:
             return "float8_linear" if rounds and self._is_own("float8_linear") else _WEIGHT_ONLY
         return "linear" if self._is_dense(weight) else _WEIGHT_ONLY
 
+    def _cut(self, weight: Weight) -> Weight:
+        """On a CPU inputs are rounded by group, so groups of all inputs are cut: one scale for
+        hundreds of them would cost ten times as much quality as the weights do (docs/cpu.md)."""
+        from octavo.ops.joined import in_groups
+        from octavo.ops.weights import QuantizedWeight
+
+        if self.device != "cpu" or not isinstance(weight, QuantizedWeight):
+            return weight
+        if not weight.weight_only or weight.group <= WIDEST_GROUP:
+            return weight
+        fitting = [size for size in CUT_GROUPS if weight.group % size == 0]
+        rounds = self.operation_of(weight) == "quantized_linear"
+        return in_groups(weight, fitting[0]) if fitting and rounds else weight
+
     def _is_own(self, op: str) -> bool:
         """Whether the device has more than the definition for it."""
         from octavo.ops import registry
@@ -88,6 +102,7 @@ class LinearVersions:
         if all(map(self._is_dense, weights)):
             apply: Callable[..., Tensor] = self.dense(weights, bias, epilogue)
             return apply
+        weights = [self._cut(weight) for weight in weights]
         operations = {self.operation_of(weight) for weight in weights}
         if len(operations) > 1 or not _fit_together(weights):
             return Separate(self, weights, bias, epilogue)
@@ -96,6 +111,8 @@ class LinearVersions:
 
 
 _WEIGHT_ONLY = "weight_only_linear"
+WIDEST_GROUP = 256  # by which a CPU rounds inputs that the format leaves as they are
+CUT_GROUPS = (64, 32, 16)
 
 
 def _is_whole(weight: QuantizedWeight) -> bool:

@@ -48,3 +48,21 @@ def test_what_a_gpu_does_not_multiply_as_whole_numbers_keeps_its_inputs(
     """INT8 products have one scale an output; a CPU's have groups, zeros and minimums."""
     assert versions("cuda").operation_of(weight) == "weight_only_linear"
     assert versions("cpu").operation_of(weight) == "quantized_linear"
+
+
+def test_a_cpu_rounds_no_inputs_by_one_scale_for_all(one_thread: None) -> None:
+    """Of a weight with one group, whose format leaves inputs as they are. W8A8 keeps its own."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (32, 512), generator=generator).to(torch.uint8)
+    scales = torch.rand(32, 1, generator=generator) / 100 + 0.01
+    weight = QuantizedWeight(codes, scales, None, 4, 512, 8)
+    x = torch.randn(3, 512, generator=generator)
+    x[:, 7] = 60.0  # one large input takes a scale's range for itself
+    exact = x @ weight.dense().T
+    errors = []
+    for weight_only in (True, False):
+        chosen = LinearVersions(None, "cpu", torch.float32)  # type: ignore
+        apply = chosen.multiplier([replace(weight, weight_only=weight_only)], None, "none")
+        assert list(chosen.used) == ["quantized_linear"]
+        errors.append(float((apply(x) - exact).pow(2).mean().sqrt() / exact.std()))
+    assert errors[0] < 0.5 * errors[1]  # an eighth of the groups has that input
