@@ -198,7 +198,8 @@ def table() -> None:
     speeds = json.loads((RESULTS / "quantization_speed.json").read_text())["rows"]
     print("| | bits | MiB (× BF16) | perplexity | KL, mean | tokens/s × BF16: batch 1 | 16 |")
     print("|---|---|---|---|---|---|---|")
-    for name, row in lost.items():
+    for name in (name for name in ROWS if name in lost):
+        row = lost[name]
         ratios = [speeds.get(name, {}).get(f"batch {batch}") for batch in BATCHES]
         shown = [
             f"{found['tokens_per_s']:.0f} ({found['ratio']:.2f})" if found else "–"
