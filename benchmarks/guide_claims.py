@@ -24,8 +24,9 @@ from benchmarks import cpu_workload as workload
 from benchmarks.claims_page import write_page
 from benchmarks.cpu_workload import Work
 from benchmarks.driver import Driver
+from benchmarks.protocol import Subject
 from benchmarks.report import RESULTS, environment, save
-from benchmarks.subjects import STATIC_BATCH, Subject
+from benchmarks.subjects import STATIC_BATCH, command
 from octavo import LLM
 from octavo.engine.messages import EngineStats
 from tests.fixtures import models
@@ -172,8 +173,8 @@ def sharing() -> list[Claim]:
 def throughput() -> list[Claim]:
     """Against transformers with static batches, in turns."""
     with (
-        Subject("octavo", models.path("G-bf16")) as ours,
-        Subject("transformers", models.path("G-bf16")) as theirs,
+        Subject(command("octavo", models.path("G-bf16"))) as ours,
+        Subject(command("transformers", models.path("G-bf16"))) as theirs,
     ):
         turns = []
         for repetition in range(2):

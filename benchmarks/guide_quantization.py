@@ -27,8 +27,8 @@ ROWS: dict[str, tuple[str, list[str], list[str], str]] = {
         "0.5× memory, nearly lossless, 2.0× speed, where the hardware multiplies it",
         ["fp8"],
         ["fp8"],
-        "true of memory and nearly of quality; twice the speed is not true here, because attention, "
-        "the head and all between the linears are no faster (vLLM 0.26's own FP8: 1.30 to 1.46×)",
+        "true of memory, nearly of quality; twice the speed is not true here, because attention, "
+        "the head and all else are no faster (vLLM 0.26's own FP8: 1.30 to 1.46×)",
     ),
     "INT8": (
         "arithmetic in INT8 doubles the throughput",
