@@ -28,7 +28,7 @@ def octavo(*tokens: str) -> subprocess.CompletedProcess[str]:
         ["serve", "--tensor-parallel-size", "2"],
         ["serve", "--trust-remote-code"],
         ["serve", "--no-enforce-eager=false"],
-        ["serve", "-q", "awq"],
+        ["serve", "-q", "qat"],
         ["serve", "--api-key", ""],
         ["serve", "--hf-overrides.a", "1", "--hf-overrides.a.b", "2"],
         ["chat", "--url", "http://127.0.0.1:port", "-q", "hi"],

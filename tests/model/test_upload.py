@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from octavo.config import ModelConfig
 from octavo.model.decoder import Model
 from octavo.model.loader.load import _fetched, load_weights, open_source
+from octavo.model.loader.source import Share
 from octavo.model.loader.upload import Uploader
+from octavo.ops.native import library
 from octavo.types import ConfigError
 from tests.model.running import all_logits, load, random_ids, write_checkpoint
 from tests.model.test_families_gguf import FAMILIES as GGUF_FAMILIES
@@ -66,9 +68,12 @@ def test_closing_ends_readers_and_files(file: Path, uploader: Uploader) -> None:
         os.fstat(descriptor)
 
 
-def upload_all(path: Path, uploader: Uploader):
+EXPANDED = ModelConfig(dtype="float32")  # of a GGUF file: its groups are not kept
+
+
+def upload_all(path: Path, uploader: Uploader, config: ModelConfig = EXPANDED):
     """The source, its tensors going through ``uploader`` as to a GPU."""
-    source = open_source(path, ModelConfig())
+    source = open_source(path, config)
     source._uploader = uploader
     return source
 
@@ -108,9 +113,9 @@ def test_parts_of_gguf_tensors_are_uploaded_alike(tmp_path, uploader, kind):
     name, changes, metadata, convert = GGUF_FAMILIES["phi3"]
     write_checkpoint(tmp_path, name, **changes)
     file = write(tmp_path / "m.gguf", tmp_path, "phi3", convert, kind, metadata)
-    plain, uploaded = open_source(file, ModelConfig()), upload_all(file, uploader)
+    plain, uploaded = open_source(file, EXPANDED), upload_all(file, uploader)
     for part, shape, first in (("q", (64, 64), 0), ("k", (32, 64), 64), ("v", (32, 64), 96)):
-        wanted = (f"layers.1.{part}.weight", shape, torch.float32, first)
+        wanted = (f"layers.1.{part}.weight", shape, torch.float32, Share(first, (64, 32, 32)))
         assert torch.equal(uploaded.fetch(*wanted)(), plain.fetch(*wanted)())
 
 
@@ -119,7 +124,7 @@ def test_uploaded_gguf_tensors_are_the_same(tmp_path, uploader, kind, monkeypatc
     monkeypatch.setattr("octavo.model.loader.gguf._VALUES_AT_A_TIME", 1600)
     write_checkpoint(tmp_path, "Llama")
     file = write_gguf(tmp_path / "m.gguf", tmp_path, kind)
-    plain, uploaded = open_source(file, ModelConfig()), upload_all(file, uploader)
+    plain, uploaded = open_source(file, EXPANDED), upload_all(file, uploader)
     for name, shape in (
         ("layers.1.down.weight", (64, 96)),
         ("layers.0.q.weight", (64, 64)),
@@ -129,6 +134,19 @@ def test_uploaded_gguf_tensors_are_the_same(tmp_path, uploader, kind, monkeypatc
             found = uploaded.fetch(name, shape, dtype)()
             assert found.dtype == dtype
             assert torch.equal(found, plain.fetch(name, shape, dtype)())
+
+
+@pytest.mark.skipif(not library.features(), reason="no kernels here")
+@pytest.mark.parametrize("kind", ("Q8_0", "Q4_1"))
+def test_groups_that_are_kept_are_uploaded_alike(tmp_path, uploader, kind):
+    write_checkpoint(tmp_path, "Llama")
+    file = write_gguf(tmp_path / "m.gguf", tmp_path, kind)
+    config = ModelConfig(quantization="gguf")
+    plain, uploaded = open_source(file, config), upload_all(file, uploader, config)
+    wanted = ("layers.0.q.weight", (64, 64), torch.bfloat16)
+    one, other = plain.fetch(*wanted)(), uploaded.fetch(*wanted)()
+    assert one.fields().keys() == other.fields().keys()
+    assert all(torch.equal(tensor, other.fields()[name]) for name, tensor in one.fields().items())
 
 
 def test_only_so_many_bytes_are_on_their_way(tmp_path, uploader):

@@ -45,7 +45,8 @@ def test_every_kind_by_every_kernel(name):
     weight = KINDS[name]
     check([weight], 1, "logits")
     check([weight], 5, "logits")
-    check([weight], 300)
+    if "zeros" in name or "table" in name or "float8" in name:
+        check([weight], 300)
 
 
 @pytest.mark.parametrize(
