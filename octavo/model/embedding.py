@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.model.linear import Linear, dense
+from octavo.model.linear import Linear
 from octavo.model.spec import DecoderSpec
 from octavo.ops.sampling import most_likely
+from octavo.ops.weights import dense
 
 
 class Embedding:

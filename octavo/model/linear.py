@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from octavo.ops.linear import Epilogue
-from octavo.ops.weights import Weight
+from octavo.ops.weights import Weight, dense
 from octavo.quant.multiply import LinearVersions
 from octavo.quant.rounding import Rounding
 from octavo.types import ConfigError
-
-_VALUES_AT_A_TIME = 1 << 24  # of a weight that is expanded
 
 
 @dataclass
@@ -74,17 +72,3 @@ class Linear:
 def rounded(weight: Weight, rounding: Rounding, versions: LinearVersions) -> Weight:
     """What the checkpoint has rounded already stays as it is."""
     return rounding.round(weight, versions) if isinstance(weight, Tensor) else weight
-
-
-def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Expanded where it is quantized: some outputs at a time, since FP32 of all of a vocabulary's
-    would take several times the memory of what comes out."""
-    if isinstance(weight, Tensor):
-        return weight
-    rows, inputs = weight.shape
-    device = next(iter(weight.fields().values())).device
-    found = torch.empty(rows, inputs, dtype=dtype, device=device)
-    step = max(1, _VALUES_AT_A_TIME // inputs)
-    for at in range(0, rows, step):
-        found[at : at + step] = weight[at : at + step].dense()
-    return found

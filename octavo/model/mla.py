@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.model.linear import Linear, dense
+from octavo.model.linear import Linear
 from octavo.model.norm import Norm
 from octavo.model.spec import MLASpec
 from octavo.model.states import AttentionStates, StateKey
 from octavo.ops.linear import Epilogue
 from octavo.ops.mla import MLAGeometry, PagedLatentAttention
+from octavo.ops.weights import dense
 
 
 def latent_geometry_of(spec: MLASpec) -> MLAGeometry:

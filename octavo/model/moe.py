@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.model.linear import Linear, dense, rounded
+from octavo.model.linear import Linear, rounded
 from octavo.model.mlp import MLP
 from octavo.model.spec import MoESpec
 from octavo.ops.linear import Epilogue
 from octavo.ops.moe import ApplyExperts, OfExperts
-from octavo.ops.weights import Weight
+from octavo.ops.weights import Weight, dense
 from octavo.quant.multiply import LinearVersions
 from octavo.quant.rounding import Rounding
 from octavo.types import ConfigError

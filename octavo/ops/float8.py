@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops.linear import Epilogue, silu_mul
+from octavo.ops.linear import Epilogue, finished
 from octavo.ops.registry import register
 from octavo.ops.weights import Float8Weight
 
@@ -58,13 +58,7 @@ class TorchFloat8Linear:
     def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """As ``linear`` (ops/linear.py), in x's dtype."""
         y = torch.cat([_product(x, weight) for weight in self._weights], dim=1)
-        if self._bias is not None:
-            y = y + self._bias.float()
-        if self._epilogue == "logits":
-            return y
-        if other is not None:
-            return (y + other).to(self._dtype)
-        return (silu_mul(y) if self._epilogue == "silu_mul" else y).to(self._dtype)
+        return finished(y, self._bias, self._epilogue, other, self._dtype)
 
 
 def _product(x: Tensor, weight: Float8Weight) -> Tensor:

@@ -45,6 +45,20 @@ def linear(weights: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue) -
     return logits if epilogue == "logits" else apply
 
 
+def finished(
+    y: Tensor, bias: Tensor | None, epilogue: Epilogue, other: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """What a definition makes of a product y, [T, sum out_i] in FP32 or FP64: the bias and the
+    epilogue (see ``linear``), rounded to ``dtype`` once; ``logits`` are not."""
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    if epilogue == "logits":
+        return y
+    if other is not None:
+        return (y + other).to(dtype)
+    return (silu_mul(y) if epilogue == "silu_mul" else y).to(dtype)
+
+
 @register("embedding", "torch", batch_invariant="yes")
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of the weight [V, H] for ids, int64 [T]: [T, H]. Every id is in 0 .. V - 1."""

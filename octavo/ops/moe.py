@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.ops.linear import Apply, silu_mul
 from octavo.ops.registry import register
 from octavo.ops.routing import Routing
-from octavo.ops.weights import Weight
+from octavo.ops.weights import dense
 
 Activation = Literal["silu_mul", "swiglu_clamped"]
 ApplyExperts = Callable[..., Tensor]
@@ -94,16 +94,12 @@ def experts(
             tokens, places = (ids == expert).nonzero(as_tuple=True)
             up_bias = None if gate_up_bias is None else gate_up_bias[expert]
             bias = None if down_bias is None else down_bias[expert]
-            inner = activate(F.linear(x[tokens], _dense(gate_up[expert], x.dtype), up_bias))
-            part = F.linear(inner, _dense(down[expert], x.dtype), bias).to(wide)
+            inner = activate(F.linear(x[tokens], dense(gate_up[expert], x.dtype), up_bias))
+            part = F.linear(inner, dense(down[expert], x.dtype), bias).to(wide)
             y.index_add_(0, tokens, part * weights[tokens, places, None])
         return (y if other is None else y + other).to(x.dtype)
 
     return apply
-
-
-def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dense().to(dtype)
 
 
 def check_shapes(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops.joined import alike
-from octavo.ops.linear import Epilogue, silu_mul
+from octavo.ops.linear import Epilogue, finished
 from octavo.ops.registry import register
 from octavo.ops.weights import ZERO, QuantizedWeight
 
@@ -79,13 +79,7 @@ class TorchQuantizedLinear:
             x = x[:, self._order]
         # Rounding is defined in FP32 at most: in more, ties would fall otherwise.
         y = rounded(x.float(), self._group).to(wide) @ self._weight.T
-        if self._bias is not None:
-            y = y + self._bias.to(wide)
-        if self._epilogue == "logits":
-            return y
-        if other is not None:
-            return (y + other).to(self._dtype)
-        return (silu_mul(y) if self._epilogue == "silu_mul" else y).to(self._dtype)
+        return finished(y, self._bias, self._epilogue, other, self._dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """ids: int64 [r]. Rows of the weight, [r, in], in the linear's dtype; without epilogue or

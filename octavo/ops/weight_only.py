@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import Epilogue, silu_mul
+from octavo.ops.linear import Epilogue, finished
 from octavo.ops.registry import register
-from octavo.ops.weights import Weight
+from octavo.ops.weights import Weight, dense
 
 _VALUES_AT_A_TIME = 1 << 22
 
@@ -37,24 +37,14 @@ class TorchWeightOnlyLinear:
         """As ``linear`` (ops/linear.py), in x's dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         parts = [
-            x.to(wide) @ _dense(weight[begin : begin + self._step]).to(wide).T
+            x.to(wide) @ dense(weight[begin : begin + self._step], wide).T
             for weight in self._weights
             for begin in range(0, weight.shape[0], self._step)
         ]
         y = torch.cat(parts, dim=1)
-        if self._bias is not None:
-            y = y + self._bias.to(wide)
-        if self._epilogue == "logits":
-            return y
-        if other is not None:
-            return (y + other).to(self._dtype)
-        return (silu_mul(y) if self._epilogue == "silu_mul" else y).to(self._dtype)
+        return finished(y, self._bias, self._epilogue, other, self._dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """ids: int64 [r]. Rows of the weight, [r, in], in the linear's dtype; of one weight."""
         (weight,) = self._weights
-        return _dense(weight[ids]).to(self._dtype)
-
-
-def _dense(weight: Weight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dense()
+        return dense(weight[ids], self._dtype)

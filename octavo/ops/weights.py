@@ -242,3 +242,20 @@ def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
     if table.dim() == 1:
         return table[codes.int()]
     return table.gather(1, codes.long())
+
+
+def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """In ``dtype``, expanded where it is quantized: some outputs at a time, since FP32 of all of a
+    vocabulary's would take several times the memory of what comes out."""
+    if isinstance(weight, Tensor):
+        return weight.to(dtype)
+    rows, inputs = weight.shape
+    device = next(iter(weight.fields().values())).device
+    found = torch.empty(rows, inputs, dtype=dtype, device=device)
+    step = max(1, _VALUES_AT_A_TIME // max(inputs, 1))
+    for at in range(0, rows, step):
+        found[at : at + step] = weight[at : at + step].dense()
+    return found
+
+
+_VALUES_AT_A_TIME = 1 << 22  # intermediate ones have 4 or 8 bytes

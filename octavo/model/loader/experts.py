@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from octavo.model.families.experts import ExpertLayout
-from octavo.model.linear import dense
 from octavo.model.spec import DecoderSpec, MoESpec
 from octavo.ops.joined import fit_together, joined
-from octavo.ops.weights import Weight
+from octavo.ops.weights import Weight, dense
 from octavo.quant import mxfp4
 
 _OURS = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.(.+)")
