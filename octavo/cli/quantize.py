@@ -90,7 +90,7 @@ SourceOptions = some_flags(EngineConfig, "model", "dtype", "revision", "tokenize
 COMMAND = Command(
     "quantize",
     "Makes a checkpoint of MODEL, in 16 or 32 bits or a GGUF file, in a quantized format that "
-    "octavo and the format's own tools load, and measures what that loses.",
+    "octavo loads, laid out as the format's own tools do, and measures what that loses.",
     (QuantizeOptions, SourceOptions),
     examples=(
         "octavo quantize ./model --format gptq --output ./model-gptq",

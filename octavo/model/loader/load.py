@@ -67,11 +67,22 @@ def load_model(
         if name:
             model.reasons["quantization"] = f"{name}: {why}"
         load_weights(model, source, dtype, progress)
+        _check_inputs(model, config.model)
         if cache_dtype is not None:
             model.reasons["kv_cache_dtype"] = settle_cache(model, source)
         if quantization.scheme and quantization.scheme.notes:
             model.reasons["checkpoint"] = "; ".join(quantization.scheme.notes)
     return model
+
+
+def _check_inputs(model: Model, config: ModelConfig) -> None:
+    """Raises ConfigError where inputs were to be rounded and no linear does it."""
+    rounding = {"quantized_linear", "float8_linear"}
+    if config.quantized_activations == "always" and not rounding & model.implementations.keys():
+        raise ConfigError(
+            f"--quantized-activations always: no linear of {config.model} has a version here that "
+            "rounds its inputs; leave it out: weights stay quantized all the same"
+        )
 
 
 def _what_groups_there_are(
