@@ -302,7 +302,9 @@ def test_inputs_that_were_to_be_rounded_and_are_not_are_refused(
     """compressed-tensors holds weights of both kinds: what a CPU rounds inputs of, and FP8."""
     flags = {"quantized_activations": "always"}
     path, _ = in_format(checkpoints("Llama"), KINDS["w8a8 fp8"], tmp_path / "fp8")
-    with pytest.raises(ConfigError, match=r"--quantized-activations always: no linear of .* rounds"):
+    with pytest.raises(
+        ConfigError, match=r"--quantized-activations always: no linear of .* rounds"
+    ):
         load(path, "bfloat16", **flags)
     path, _ = in_format(checkpoints("Llama"), KINDS["w8a8 int8"], tmp_path / "int8")
     assert "quantized_linear" in load(path, "bfloat16", **flags).implementations
