@@ -148,11 +148,11 @@ def test_pieces_of_an_expanded_weight_are_whole_tiles(monkeypatch):
     """Ragged ones halve cuBLAS's speed. A piece is one tile at the least, and no more than all."""
     expand = module.expand.__globals__
     monkeypatch.setitem(expand, "AT_A_TIME", 136 * 1000)
-    packed = pack(Kinds().even(900, 136, 4, 32))
+    packed = module.pack(Kinds().even(900, 136, 4, 32))
     assert module.rows_at_a_time(packed) == 768
     monkeypatch.setitem(expand, "AT_A_TIME", 1)
     assert module.rows_at_a_time(packed) == 256
-    assert module.rows_at_a_time(pack(Kinds().even(37, 136, 4, 32))) == 37
+    assert module.rows_at_a_time(module.pack(Kinds().even(37, 136, 4, 32))) == 37
 
 
 def test_no_rows_give_no_rows():
