@@ -2,6 +2,7 @@
 
     python -m benchmarks.quantization quality [ROW ...]   checkpoints, bits, perplexity, divergence
     python -m benchmarks.quantization speed [ROW ...]     tokens/s at batch 1 and 16, beside BF16
+    python -m benchmarks.quantization caches                what a KV cache of 8 bits loses, in FP32
     python -m benchmarks.quantization table               both as a table of docs/quantization.md
 
 Checkpoints are made with `octavo quantize` from the demo model's BF16 twin, once, in DIR (--made).
@@ -133,6 +134,22 @@ def quality(names: list[str], made: Path, tokens: int) -> None:
         _add("quantization_quality", name, figures)
 
 
+def caches(tokens: int) -> None:
+    """Against the cache as it is computed, over as many tokens of the held-out text."""
+    from octavo.evaluate.evaluate import Text, evaluate
+
+    content, text_name = read_text(None, "heldout")
+    flags = {"model": str(models.path(SOURCE)), "dtype": "float32"}
+    against, text = from_flags(EngineConfig, flags), Text(text_name, content, max_tokens=tokens)
+    for kind in ("int8", "fp8", "fp8_e5m2"):
+        config = from_flags(EngineConfig, {**flags, "kv_cache_dtype": kind})
+        report = evaluate(config, against, text, lambda *news: None, "cpu")
+        assert report.comparison is not None
+        figures = {**asdict(report.comparison), "tokens": report.num_tokens}
+        console.print(kind, figures)
+        _add("quantization_caches", kind, figures)
+
+
 def speed(names: list[str], made: Path) -> None:
     """Each row's process stands between two of BF16's, with whose mean it is compared."""
     before = _told("BF16", made)
@@ -214,7 +231,7 @@ def table() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("quality", "speed", "table", "subject"))
+    parser.add_argument("what", choices=("quality", "speed", "caches", "table", "subject"))
     parser.add_argument("rows", nargs="*", help="(default: all)")
     parser.add_argument("--made", type=Path, default=models.ROOT / "quantized")
     parser.add_argument("--tokens", type=int, default=16384, help="of the held-out text")
@@ -227,6 +244,8 @@ def main() -> None:
         parser.error(f"no rows {sorted(unknown)}; there are {', '.join(ROWS)}")
     if options.what == "quality":
         quality(names, options.made, options.tokens)
+    elif options.what == "caches":
+        caches(options.tokens)
     elif options.what == "speed":
         speed(names, options.made)
     else:
