@@ -17,6 +17,7 @@ from octavo.model.layer import Layer, Part
 from octavo.model.linear import Linear
 from octavo.model.norm import Norm
 from octavo.model.recorded import RecordedLayers
+from octavo.model.shard import ALONE, Cut, TensorParallel
 from octavo.model.spec import DecoderSpec
 from octavo.model.states import AttentionStates
 from octavo.model.versions import choose_versions
@@ -36,7 +37,8 @@ class Model:
     version chosen for it.
     ``rounding``: what the linears' dense weights become while loading; the embedding's do not, the
     head's where the rounding says so. ``rounds_inputs``: see ``LinearVersions``.
-    ``cache_dtype``: what keys and values are kept in, see ``AttentionGeometry``.
+    ``cache_dtype``: what keys and values are kept in, see ``AttentionGeometry``. ``ranks``: that
+    share each layer; raises ConfigError where it cannot be divided among so many.
     ``quantization``: how the weights are kept, as in ``--quantization``; None: all are dense.
     ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory;
     ``linear_bytes``: the layers' matrices of it.
@@ -51,8 +53,10 @@ class Model:
         rounding: Rounding | None = None,
         rounds_inputs: bool = True,
         cache_dtype: torch.dtype | None = None,
+        ranks: TensorParallel = ALONE,
     ) -> None:
         self.spec = spec
+        self.ranks = ranks
         self.dtype = dtype
         self.device = device
         self.rounding = rounding
@@ -70,9 +74,9 @@ class Model:
         self.cache_dtype = dtype if cache_dtype is None else cache_dtype
         self._states = AttentionStates(ops, dtype, device, cache_dtype)
         rounds_head = rounding is not None and rounding.head
-        self.embedding = Embedding(spec, ops, make_linear, rounds_head)
+        self.embedding = Embedding(spec, ops, make_linear, rounds_head, ranks)
         self.layers = [
-            Layer(f"layers.{index}", layer, spec.hidden_size, self._states, make_linear, ops)
+            Layer(f"layers.{index}", layer, spec.hidden_size, self._states, make_linear, ops, ranks)
             for index, layer in enumerate(spec.layers)
         ]
         self._state_of = [self._states.index(layer.mixer.key) for layer in self.layers]
@@ -83,6 +87,11 @@ class Model:
         extra: list[Part | None] = [self.norm, self._states.factors]
         layers = [part for layer in self.layers for part in layer.parts()]
         return [self.embedding, *layers, *(part for part in extra if part)]
+
+    def cuts(self) -> dict[str, Cut]:
+        """What this rank keeps of our tensors of which it does not keep all."""
+        of_layers = (cut for layer in self.layers for cut in layer.cuts())
+        return dict([*self.embedding.cuts(), *of_layers])
 
     def finish(self) -> None:
         """After all parts are loaded."""
@@ -106,7 +115,8 @@ class Model:
         kernels = {op: name for op, name in self.implementations.items() if op not in _ASIDE}
         linears = (linear for layer in self.layers for linear in layer.linears())
         return (
-            all(name == "native" for name in kernels.values())
+            self.ranks.comm is None
+            and all(name == "native" for name in kernels.values())
             and all(layer.is_plain for layer in self.layers)
             and all(getattr(linear.apply, "recordable", False) for linear in linears)
         )

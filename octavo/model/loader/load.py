@@ -30,6 +30,7 @@ from octavo.model.loader.shards import Headers
 from octavo.model.loader.source import WHOLE, Share, WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
+from octavo.model.shard import ALONE, TensorParallel
 from octavo.ops.weights import Weight
 from octavo.quant.scheme import read_scheme
 from octavo.types import ConfigError, Progress
@@ -39,9 +40,14 @@ BYTES_AHEAD = 1 << 30
 
 
 def load_model(
-    path: str | Path, config: EngineConfig, progress: Progress, device: str = "cpu"
+    path: str | Path,
+    config: EngineConfig,
+    progress: Progress,
+    device: str = "cpu",
+    ranks: TensorParallel = ALONE,
 ) -> Model:
-    """A model from a checkpoint directory or a GGUF file, for ``device`` ("cpu", "cuda").
+    """A model from a checkpoint directory or a GGUF file, for ``device`` ("cpu", "cuda"), or this
+    rank's share of it.
 
     ``progress`` is told while weights load. Raises ConfigError, in one line, for
     whatever is wrong with the files, before memory is taken where the headers tell.
@@ -61,6 +67,7 @@ def load_model(
             quantization.rounding,
             quantization.rounds_inputs,
             cache_dtype,
+            ranks,
         )
         model.quantization = name
         model.reasons["dtype"] = reason
@@ -158,7 +165,11 @@ def load_weights(
             wanted[name] = shape
     shares = check_complete(source, wanted)
 
-    model.weight_bytes, model.linear_bytes = _weight_bytes(model, source, wanted, dtype)
+    cuts = model.cuts()
+    kept = {
+        name: cuts[name].shape(shape) if name in cuts else shape for name, shape in wanted.items()
+    }
+    model.weight_bytes, model.linear_bytes = _weight_bytes(model, source, kept, dtype)
     _check_free(model, source)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
     if model.rounding:
@@ -180,7 +191,8 @@ def load_weights(
 def _weight_bytes(
     model: Model, source: WeightSource, wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[int, int]:
-    """What the weights take in memory once they are packed: all, and the layers' matrices."""
+    """What the weights take in memory once they are packed: all, and the layers' matrices.
+    ``wanted``: the shapes of what this rank keeps."""
     linears = [*(x for layer in model.layers for x in layer.linears()), *model.embedding.linears()]
     groups = [([f"{name}.weight" for name, _ in x.parts], x.is_rounded) for x in linears]
     fused = {name for names, _ in groups for name in names}
