@@ -189,7 +189,7 @@ def main() -> int:
         collector.settle()
         loop.run()
     except Exception as error:
-        if not isinstance(error, ConfigError):
+        if not isinstance(error, ConfigError | EngineDead):  # which say all there is to say
             logger.exception("the engine cannot go on")
         loop.fail(error)
         return 2 if isinstance(error, ConfigError) else 1
