@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.model.linear import Linear
 from octavo.model.shard import ALONE, Cut, TensorParallel
 from octavo.model.spec import DecoderSpec
+from octavo.model.stages import Stage, all_layers
 from octavo.ops.cut import outputs_of
 from octavo.ops.sampling import most_likely
 from octavo.ops.weights import dense
@@ -23,6 +24,8 @@ class Embedding:
     The head may repack its copy for multiplying (on a CPU it does, on a GPU not). Rows of a
     quantized one are read from what has been packed, on a GPU from an expanded copy. Ranks that
     share layers divide the vocabulary: what a token becomes and the logits are whole on each.
+    Of several pipeline stages the first has the one end and the last the other; a tied weight is
+    loaded by both.
     """
 
     def __init__(
@@ -32,10 +35,12 @@ class Embedding:
         make_linear: Any,
         rounds_head: bool = False,
         ranks: TensorParallel = ALONE,
+        stage: Stage | None = None,
     ) -> None:
         """``ops``: the chosen versions by name. ``rounds_head``: the head is rounded while loading
-        as other linears are."""
+        as other linears are. ``stage``: whose ends these are; None: there is one."""
         self.spec = spec
+        self.stage = stage or all_layers(len(spec.layers))
         self.operation = ops["embedding"]
         self._add_scaled = ops.get("add_scaled")
         self._soft_cap = ops.get("soft_cap", _no_cap)
@@ -70,15 +75,20 @@ class Embedding:
 
     def linears(self) -> tuple[Linear, ...]:
         """Those with weights of their own."""
-        head = () if self.spec.embedding.tied else (self.head,)
-        return (*head, *(self.project or ()))
+        found = [self.head] if self.stage.is_last and not self.spec.embedding.tied else []
+        if self.project and self.stage.is_first:
+            found.append(self.project[0])
+        if self.project and self.stage.is_last:
+            found.append(self.project[1])
+        return tuple(found)
 
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         spec = self.spec.embedding
-        yield "embed.weight", (self.spec.vocab_size, spec.width)
+        if self.stage.is_first or (self.stage.is_last and spec.tied):
+            yield "embed.weight", (self.spec.vocab_size, spec.width)
         for linear in self.linears():
             yield from linear.wanted()
-        if spec.positions is not None:
+        if spec.positions is not None and self.stage.is_first:
             yield "positions.weight", (spec.positions.rows, self.spec.hidden_size)
 
     def cuts(self) -> Iterator[tuple[str, Cut]]:
@@ -87,15 +97,24 @@ class Embedding:
             yield "head.weight", Cut((self.own,))
 
     def load(self, tensors: Mapping[str, Any]) -> None:
+        if self.stage.is_last:
+            name = "embed.weight" if self.spec.embedding.tied else "head.weight"
+            self.head.load({"head.weight": tensors[name]})
+        if self.stage.is_first:
+            self._load_rows(tensors)
+        for linear in self.linears():
+            if linear is not self.head:
+                linear.load(tensors)
+
+    def _load_rows(self, tensors: Mapping[str, Any]) -> None:
+        """What a token becomes, but for a projection; after the head, if it is here."""
         spec, dtype = self.spec.embedding, self.head.versions.dtype
         weight = tensors["embed.weight"]
-        head = weight if spec.tied else tensors["head.weight"]
-        self.head.load({"head.weight": head})
         if self.own is not None:
             weight = outputs_of(weight, (self.own,))
         if isinstance(weight, Tensor) or self.head.versions.device != "cpu":
             self._look_up = partial(_rows, self.operation, dense(weight, dtype))
-        elif spec.tied:
+        elif spec.tied and self.stage.is_last:
             self._look_up = self.head.apply.rows  # type: ignore[attr-defined]
         else:
             packed = self.head.versions.multiplier([weight], None, "none")
@@ -104,8 +123,6 @@ class Embedding:
             self._positions = dense(tensors["positions.weight"], dtype)
         if spec.scale is not None:
             self._scale = float(torch.tensor(spec.scale, dtype=dtype))
-        for linear in self.project or ():
-            linear.load(tensors)
 
     def __call__(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """ids: int64 [T]; positions: int64 [T], which ``is_plain`` does without. [T, hidden]."""

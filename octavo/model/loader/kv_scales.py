@@ -57,7 +57,7 @@ def load_kv_scales(model: Model, source: SafetensorsSource) -> int:
     """Gives the model's attention layers their scales. Returns how many have some; the others keep
     1. Raises ConfigError for scales that mean nothing."""
     found = 0
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(model.layers, model.stage.first_layer):
         if not isinstance(layer.mixer, Attention):
             continue
         heads = layer.mixer.whole.num_kv_heads
