@@ -471,11 +471,8 @@ def prepare_tokenizers() -> None:
 def reject_unsupported(config: EngineConfig) -> None:
     """Raises ConfigError for a value that parses but that this version cannot run."""
     parallel = config.parallel
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        size = getattr(parallel, name)
-        if size != 1:
-            spelling = "--" + name.replace("_", "-")
-            raise ConfigError(f"{spelling} {size}: not in this version; use {spelling} 1")
+    if (size := parallel.data_parallel_size) != 1:
+        raise ConfigError(f"--data-parallel-size {size}: not in this version")
     backend = parallel.distributed_executor_backend
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if backend == "ray":
