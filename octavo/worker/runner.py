@@ -20,7 +20,7 @@ from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.constraints import advance
 from octavo.worker.info import PhaseClock, WorkerInfo
-from octavo.worker.memory import plan_memory
+from octavo.worker.memory import left_for_cache, plan_memory
 from octavo.worker.pooling import Pools
 from octavo.worker.sampler import Drawn, Sampler, describe, join, no_logprobs, only_tokens, stack
 from octavo.worker.sizes import MemoryPlan
@@ -60,7 +60,7 @@ class Runner:
                 self.config,
                 self.model.kv_bytes_per_block,
                 spec.max_position,
-                available_memory(),
+                left_for_cache(self.config.parallel, available_memory(), self.model.weight_bytes),
             )
             self._reserve(memory)
             clock.enter("warm-up", -1.0)
