@@ -50,7 +50,7 @@ from octavo.engine.messages import (
 )
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.types import ConfigError, EngineDead, FinishReason
+from octavo.types import ConfigError, EngineDead, EngineLost, FinishReason
 
 logger = logging.getLogger("octavo")
 
@@ -463,7 +463,7 @@ class ProcessClient:
         if fault := self._health.judge(now):
             self.die(fault)
         elif self._health.stalled and self._accounts.entries:
-            self._free(self._lose(EngineDead(self._health.stalled)))
+            self._free(self._lose(EngineLost(self._health.stalled)))
 
     def die(self, why: str, user_error: bool = False) -> None:
         """Ends the engine, and everything that waits for it. The first reason counts."""
@@ -476,5 +476,5 @@ class ProcessClient:
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # it may be awaited later, or never
-        self._lose(EngineDead(why))
+        self._lose(EngineLost(why))
         self.dead.set()
