@@ -43,7 +43,8 @@ def _part(config: EngineConfig, index: int, count: int, memory: int | None) -> E
     ``memory``: bytes it may count on; None: as many as its devices have."""
     scheduler, parallel = config.scheduler, config.parallel
     queued = scheduler.max_num_queued_reqs
-    threads = parallel.cpu_threads or max(1, available_cores() // count)
+    processes = count * parallel.world_size
+    threads = parallel.cpu_threads or max(1, available_cores() // processes)
     return replace(
         config,
         scheduler=replace(
