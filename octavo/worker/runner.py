@@ -23,7 +23,7 @@ from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.constraints import advance
 from octavo.worker.info import PhaseClock, WorkerInfo
-from octavo.worker.memory import plan_memory
+from octavo.worker.memory import left_for_cache, plan_memory
 from octavo.worker.pooling import Pools
 from octavo.worker.sampler import Drawn, Sampler, describe, join, no_logprobs, only_tokens, stack
 from octavo.worker.sizes import MemoryPlan
@@ -111,11 +111,12 @@ class Runner:
         an equal part of it."""
         if self.world is None:
             return plan_memory(
-                self.config, self.model.kv_bytes_per_block, model_length, available_memory()
+                self.config, self.model.kv_bytes_per_block, model_length, self._free_memory(1)
             )
         everyone = self.world.everyone
         everyone.smallest([0])  # all have loaded
-        free = available_memory() // self.world.place.num_local
+        num_local = self.world.place.num_local
+        free = self._free_memory(num_local) // num_local
         everyone.smallest([0])  # and looked, before one takes some of it
         plan = plan_memory(self.config, self.model.kv_bytes_per_block, model_length, free)
         blocks, length = everyone.smallest([plan.num_blocks, plan.max_model_len])
@@ -126,6 +127,11 @@ class Runner:
         """What the last stage drew in steps that this one has computed its part of."""
         if self.stages and not self.stages.is_last:
             self.stages.take_drawn(results, self.slots)
+
+    def _free_memory(self, num_ranks: int) -> int:
+        """Bytes that this engine's ranks on this host may still take, all having loaded."""
+        weights = num_ranks * self.model.weight_bytes
+        return left_for_cache(self.config.parallel, available_memory(), weights)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one plan. After an exception the slots are as the next plan expects them."""
