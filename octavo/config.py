@@ -507,14 +507,22 @@ def prepare_tokenizers() -> None:
 def reject_unsupported(config: EngineConfig) -> None:
     """Raises ConfigError for a value that parses but that this version cannot run."""
     parallel = config.parallel
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
         size = getattr(parallel, name)
         if size != 1:
             spelling = "--" + name.replace("_", "-")
             raise ConfigError(f"{spelling} {size}: not in this version; use {spelling} 1")
     backend = parallel.distributed_executor_backend
-    if backend not in (None, "uni"):
-        raise ConfigError(f"--distributed-executor-backend {backend}: not in this version")
+    world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if backend == "ray":
+        raise ConfigError(
+            "--distributed-executor-backend ray: ranks of one engine are started by octavo itself; "
+            "leave it out, or use --data-parallel-backend ray for replicas on other nodes"
+        )
+    if backend == "uni" and world > 1:
+        raise ConfigError(
+            f"--distributed-executor-backend uni: {world} devices need as many processes; use mp"
+        )
     if config.model.trust_remote_code:
         raise ConfigError(
             "--trust-remote-code: octavo never runs code from a checkpoint; drop the flag "

@@ -74,7 +74,7 @@ WITHOUT_TORCH = {
         "llm",
         "cli",
     ),
-    *("model.spec", "model.families", "evaluate.corpus", "evaluate.report"),
+    *("model.spec", "model.stages", "model.families", "evaluate.corpus", "evaluate.report"),
     "quantize.recipe",
 }
 

@@ -74,6 +74,10 @@ class Executor(Protocol):
     def num_pending(self) -> int:
         """How often ``idle`` still has something to do."""
 
+    @property
+    def problem(self) -> str:
+        """Why plans do not come back for the moment; "" where nothing is known to be wrong."""
+
     def start_profile(self, directory: Path) -> None:
         """Traces the steps submitted from now on. Raises ConfigError where that is impossible."""
 

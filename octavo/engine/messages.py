@@ -262,11 +262,13 @@ class Failed(Message, tag=True):
 
 
 class Heartbeat(Message, tag=True):
-    """Every 0.5 s from a thread of its own. ``step_age``: seconds the running step has taken."""
+    """Every 0.5 s from a thread of its own. ``step_age``: seconds the running step has taken.
+    ``problem``: what keeps it from going on, if that is known."""
 
     time: float
     step: int
     step_age: float
+    problem: str = ""
 
 
 ToEngine = AddRequest | SetVocabulary | Abort | ResetPrefixCache | Hello | Bye | Drain

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from octavo.grammar.grammars import Grammars
 from octavo.machine import available_cores, available_memory
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
+from octavo.model.shard import ALONE, TensorParallel
 from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.constraints import advance
@@ -25,6 +28,9 @@ from octavo.worker.pooling import Pools
 from octavo.worker.sampler import Drawn, Sampler, describe, join, no_logprobs, only_tokens, stack
 from octavo.worker.sizes import MemoryPlan
 from octavo.worker.slots import Slots
+
+if TYPE_CHECKING:
+    from octavo.parallel import World
 
 # Logits are computed for so many bytes of rows at a time.
 LOGITS_BYTES = 64 << 20
@@ -39,13 +45,18 @@ class Runner:
         self,
         config: EngineConfig,
         path: Path,
-        load: Callable[[Path, EngineConfig, Progress], Model] = load_model,
+        load: Callable[..., Model] = load_model,
         grammars: Grammars | None = None,
+        world: World | None = None,
     ) -> None:
+        """``world``: of several ranks, of which this is one; each executes the same plans. Those
+        that have no ``grammars`` are given what the first of them draws."""
         self.config = config
         self.grammars = grammars
         self.path = path
         self.load = load
+        self.world = world
+        self.ranks = ALONE if world is None else TensorParallel.of(world.tensor)
 
     def start(self, progress: Progress) -> WorkerInfo:
         """Everything before the first plan. Raises ConfigError for what cannot be used."""
@@ -53,15 +64,10 @@ class Runner:
         torch.set_num_threads(threads)
         clock = PhaseClock(progress)
         with torch.inference_mode():
-            self.model = self.load(self.path, self.config, clock.enter)
+            self.model = self._loaded(clock.enter)
             spec = self.model.spec
             clock.enter("cache", -1.0)
-            memory = plan_memory(
-                self.config,
-                self.model.kv_bytes_per_block,
-                spec.max_position,
-                available_memory(),
-            )
+            memory = self._plan_memory(spec.max_position)
             self._reserve(memory)
             clock.enter("warm-up", -1.0)
             self._warm_up(memory.num_blocks)
@@ -85,6 +91,27 @@ class Runner:
             reasons={**self.model.reasons, **memory.reasons},
         )
 
+    def _loaded(self, progress: Progress) -> Model:
+        if self.world is None:
+            return self.load(self.path, self.config, progress)
+        return self.load(self.path, self.config, progress, ranks=self.ranks)
+
+    def _plan_memory(self, model_length: int) -> MemoryPlan:
+        """The same on all ranks: what the one with the least memory can hold. Those of a host have
+        an equal part of it."""
+        if self.world is None:
+            return plan_memory(
+                self.config, self.model.kv_bytes_per_block, model_length, available_memory()
+            )
+        everyone = self.world.everyone
+        everyone.smallest([0])  # all have loaded
+        free = available_memory() // self.world.place.num_local
+        everyone.smallest([0])  # and looked, before one takes some of it
+        plan = plan_memory(self.config, self.model.kv_bytes_per_block, model_length, free)
+        blocks, length = everyone.smallest([plan.num_blocks, plan.max_model_len])
+        kept = blocks * self.model.kv_bytes_per_block(plan.block_size)
+        return replace(plan, num_blocks=blocks, max_model_len=length, kv_cache_bytes=kept)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one plan. After an exception the slots are as the next plan expects them."""
         with torch.inference_mode():
@@ -104,11 +131,19 @@ class Runner:
         rows, tokens = memory.max_num_seqs, memory.max_num_batched_tokens
         vocab = self.model.spec.vocab_size
         self.cache = self.model.allocate_cache(memory.num_blocks, memory.block_size)
-        self.slots = Slots(rows, memory.max_model_len, memory.block_size, vocab, self.grammars)
+        self.slots = Slots(
+            rows, memory.max_model_len, memory.block_size, vocab, self.grammars, self.follows
+        )
         self.batches = batches.BatchBuilder(self.slots, max(rows, tokens), rows)
         self.sampler = Sampler(self.slots)
         self.pools = Pools()
         self.logit_rows = max(1, LOGITS_BYTES // (4 * vocab))
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank draws in this one's place, where that is more than the most likely
+        token."""
+        return not self.ranks.leads
 
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self.batches.build(plan)
@@ -136,10 +171,15 @@ class Runner:
         ]
         if not self.slots.needs[slots].any():
             drawn = only_tokens(torch.cat([self.model.most_likely(last[part]) for part in parts]))
+        elif self.follows:
+            for part in parts:
+                self.model.logits(last[part])  # this rank's share of them
+            drawn = only_tokens(self.ranks.agreed(torch.empty(len(slots), dtype=torch.int64)))
         else:
             if self.slots.constraints:
                 self.slots.constraints.fill(slots.tolist())
             drawn = join([self._sample(batch, last, slots, part) for part in parts])
+            self.ranks.agreed(drawn.tokens)
         self.slots.append(slots, batch.draw_positions, drawn.tokens)
         rows = batch.plan_rows[batch.drawing]
         result.tokens[rows, 0] = drawn.tokens.numpy()

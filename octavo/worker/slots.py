@@ -59,7 +59,9 @@ class Slots:
         block_size: int,
         vocab_size: int,
         grammars: Grammars | None = None,
+        follows: bool = False,
     ) -> None:
+        """``follows``: another rank draws what grammars allow."""
         self.max_slots = max_slots
         self.max_len = max_len
         self.block_size = block_size
@@ -99,6 +101,7 @@ class Slots:
         self.edits: dict[int, Edits] = {}
         self.pooling: dict[int, Pooling] = {}  # of slots whose prompt's vector is wanted
         self.constraints = Constraints(max_slots, vocab_size, grammars)
+        self._follows = follows
 
     def apply(self, plan: StepPlan) -> None:
         """Frees slots, places new requests and sets block table entries, in this order.
@@ -174,7 +177,8 @@ class Slots:
         self.needs[slot] = self._needs(params, edits is not None)
         if new.grammar:
             self.needs[slot] |= GRAMMAR
-            self.constraints.place(new, ids)
+            if not self._follows:
+                self.constraints.place(new, ids)
         if self.needs[slot] & PENALTIES:
             self._count(slot, ids[: new.prompt_len], ids[new.prompt_len :])
 
