@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,12 @@ TIMEOUT = timedelta(minutes=10)
 # NVLink multicast stays off: on shared hosts it is not to be had, and a process that asks for it
 # can hang.
 NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
+
+
+class Exchanges:
+    """How many collective operations this process has begun."""
+
+    count = 0
 
 
 class Comm:
@@ -31,6 +38,7 @@ class Comm:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in x. The same bits on every rank."""
+        Exchanges.count += 1
         dist.all_reduce(x, group=self._group)
         return x
 
@@ -41,10 +49,16 @@ class Comm:
             padded = x.new_zeros(rows, widest)
             padded[:, : x.shape[1]] = x
             x = padded
-        found = x.new_empty(self.size * rows, widest)
-        dist.all_gather_into_tensor(found, x.contiguous(), group=self._group)
-        parts = found.view(self.size, rows, widest)
+        parts = list(x.new_empty(self.size, rows, widest).unbind())
+        Exchanges.count += 1
+        dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes)], dim=1)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """What the rank ``source`` of these has in x, in x."""
+        Exchanges.count += 1
+        dist.broadcast(x, self.ranks[source], group=self._group)
+        return x
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of all ranks' numbers, place by place. Waits."""
@@ -53,12 +67,23 @@ class Comm:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
         return [int(number) for number in found.tolist()]
 
-    def send(self, x: Tensor, to: int) -> None:
-        """x to the rank ``to`` of these, which calls ``receive``."""
-        dist.send(x.contiguous(), self.ranks[to], group=self._group)
+    def send(self, x: Tensor, to: int) -> Callable[[], None]:
+        """Begins to send x to the rank ``to`` of these, which calls ``receive``. x must stay as it
+        is until the call returned has been made, which waits until it has gone."""
+        Exchanges.count += 1
+        work = dist.isend(x, self.ranks[to], group=self._group)
+        assert work is not None
+
+        def wait() -> None:
+            work.wait()
+            del x_kept[:]
+
+        x_kept = [x]
+        return wait
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Fills x with what the rank ``source`` of these sends."""
+        Exchanges.count += 1
         dist.recv(x, self.ranks[source], group=self._group)
         return x
 
@@ -66,12 +91,13 @@ class Comm:
 @dataclass(frozen=True)
 class Place:
     """Which process of an engine this is. ``rank``: stage by stage, the ranks that share a layer
-    next to each other; ``local``: its number among those of its host."""
+    next to each other; ``local``: its number among the ``num_local`` of its host."""
 
     rank: int
     tensor_size: int
     pipeline_size: int = 1
     local: int = 0
+    num_local: int = 1
 
     @property
     def size(self) -> int:
@@ -97,13 +123,22 @@ class World:
     pipeline: Comm
 
 
-def meet(place: Place, host: str, port: int, device: torch.device) -> World:
-    """Joins the others of ``place`` at the store that rank 0 holds at ``host``:``port`` (which is
-    not listening yet). Waits for all of them. ``device``: this rank's."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, place.size, is_master=place.rank == 0, timeout=TIMEOUT, wait_for_workers=False
+def open_store(host: str) -> Any:
+    """Where the processes of an engine find each other, at a free port of this host (``.port``).
+    ``host``: the address the others reach it at."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, 0, None, is_master=True, timeout=TIMEOUT, wait_for_workers=False
     )
+
+
+def meet(place: Place, host: str, port: int, device: torch.device, store: Any = None) -> World:
+    """Joins the others of ``place`` at the store that rank 0 has opened at ``host``:``port``, and
+    gives as ``store``. Waits for all of them. ``device``: this rank's."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if store is None:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, is_master=False, timeout=TIMEOUT, wait_for_workers=False
+        )
     dist.init_process_group(
         backend,
         store=store,

@@ -135,6 +135,10 @@ class TensorParallel:
     shard: Shard = WHOLE
     comm: Comm | None = None
 
+    @classmethod
+    def of(cls, comm: Comm) -> TensorParallel:
+        return cls(Shard(comm.rank, comm.size), comm if comm.size > 1 else None)
+
     @property
     def leads(self) -> bool:
         """Whether this rank adds what is to be added once: residuals, biases of sums."""
@@ -143,6 +147,10 @@ class TensorParallel:
     def summed(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, which is written over."""
         return x if self.comm is None else self.comm.all_reduce(x)
+
+    def agreed(self, x: Tensor) -> Tensor:
+        """What the rank that ``leads`` has in x, in x."""
+        return x if self.comm is None else self.comm.broadcast(x)
 
     def joined(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """x: [T, sizes[rank]]. All ranks' side by side, [T, sum of sizes]."""

@@ -18,7 +18,9 @@ import sys
 import threading
 import time
 from array import array
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import zmq
@@ -47,6 +49,9 @@ class Options:
     step_error: bool = False  # end every request with FinishReason.ERROR after two tokens
     graphs: int = 0  # to be captured, one in each idle moment
     default_sampling: dict[str, float] = field(default_factory=dict)
+    hold: bool = False  # start requests, and never draw a token
+    fail_again: str = ""  # a file: loading fails once it is there
+    replicas: dict[str, dict[str, Any]] = field(default_factory=dict)  # options of some replicas
 
 
 @dataclass
@@ -71,6 +76,7 @@ class MockEngine:
         self.stats = m.EngineStats(time=0.0, graphs_pending=options.graphs)
         self.step_started = 0.0
         self.draining = False
+        self.seen: deque[list[int]] = deque(maxlen=32)
 
     def send(self, message: m.FromEngine) -> None:
         if isinstance(message, m.Outputs):
@@ -79,10 +85,11 @@ class MockEngine:
             self.seats.send(message)
 
     def load(self, config: EngineConfig) -> None:
-        o = self.options
+        own = self.options.replicas.get(str(config.parallel.replica), {})
+        o = self.options = replace(self.options, **own)
         self.send(m.Progress("weights", 0.5))
         time.sleep(o.load_seconds)
-        if o.crash:
+        if o.crash or (o.fail_again and os.path.exists(o.fail_again)):
             os._exit(3)
         if o.fail:
             self.send(m.Failed(o.fail, user_error=True))
@@ -147,6 +154,8 @@ class MockEngine:
                 outputs.rejected.append(m.Rejected(request.handle, self.options.reject, "prompt"))
                 continue
             ids = m.unpack_ids(request.prompt_ids).tolist()
+            self.stats.prompt_tokens += len(ids)
+            self.stats.prompt_tokens_cached += self.known(ids)
             if request.pooling is not None:
                 self.embed(request, ids, now, outputs)
                 continue
@@ -170,6 +179,17 @@ class MockEngine:
                 outputs.started.append(m.Started(request.handle + i, now, 4))
                 timings = RequestTimings(request.arrival, now)
                 self.running[request.handle + i] = Row(request, i, script, endless, timings)
+
+    def known(self, ids: list[int]) -> int:
+        """How many ids of a prompt the statistics count as cached: those that begin an earlier
+        one."""
+
+        def shared(seen: list[int]) -> int:
+            return sum(itertools.takewhile(bool, (a == b for a, b in zip(ids, seen))))
+
+        most = max(map(shared, self.seen), default=0)
+        self.seen.append(ids)
+        return min(most, len(ids) - 1)
 
     def embed(self, request: m.AddRequest, ids: list[int], now: float, outputs: m.Outputs) -> None:
         outputs.started.append(m.Started(request.handle, now, 4))
@@ -217,7 +237,9 @@ class MockEngine:
         time.sleep(self.options.step_seconds)
         outputs = m.Outputs(stats=self.stats)
         self.admit(outputs)
-        drawn = [(h, self.draw(h, row, outputs)) for h, row in list(self.running.items())]
+        rows = [] if self.options.hold else list(self.running.items())
+        drawn = [(h, self.draw(h, row, outputs)) for h, row in rows]
+        self.stats.generation_tokens += len(drawn)
         outputs.handles = b"".join(h.to_bytes(8, "little") for h, _ in drawn)
         outputs.tokens = m.pack_ids([t for _, t in drawn])
         self.stats.time = time.monotonic()
