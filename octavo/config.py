@@ -249,6 +249,12 @@ class ParallelConfig:
     distributed_executor_backend: str | None = flag(
         None, "uni for one device, else mp or ray", group="parallel", choices=("uni", "mp", "ray")
     )
+    cluster_secret_file: str | None = flag(
+        None,
+        "file with the secret that the hosts of a cluster share (also OCTAVO_CLUSTER_SECRET); "
+        "nothing listens to other hosts without one",
+        group="parallel",
+    )
     cpu_threads: int | None = flag(
         None,
         "compute threads of a device's process (default: the cores this process may use, divided "
@@ -425,6 +431,36 @@ def environment_api_keys() -> list[str]:
     return [key.strip() for value in found for key in value.split(",") if key.strip()]
 
 
+SECRET_VARIABLE = "OCTAVO_CLUSTER_SECRET"
+CLUSTER_SECRET_REMEDY = (
+    f"give every host the same with --cluster-secret-file FILE or {SECRET_VARIABLE} "
+    "(`openssl rand -hex 32` makes one)"
+)
+SHORTEST_SECRET = 16  # bytes: a recorded handshake lets secrets be guessed as fast as one can hash
+
+
+def cluster_secret(file: str | None) -> bytes | None:
+    """What the hosts of a cluster know and nobody else: of ``file``, else of the environment;
+    None where there is neither. Raises ConfigError for one that cannot be read or guards
+    nothing."""
+    if file is None:
+        secret, source = os.environ.get(SECRET_VARIABLE, "").strip().encode(), SECRET_VARIABLE
+        if not secret:
+            return None
+    else:
+        source = f"--cluster-secret-file {file}"
+        try:
+            secret = Path(file).expanduser().read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"{source}: cannot be read ({error.strerror})") from None
+    if len(secret) < SHORTEST_SECRET:
+        raise ConfigError(
+            f"{source}: a secret of {len(secret)} bytes can be guessed; at least "
+            f"{SHORTEST_SECRET} are needed (`openssl rand -hex 32` makes one)"
+        )
+    return secret
+
+
 def environment_without_keys() -> dict[str, str]:
     """Of child processes: keys stay with the server that they guard."""
     return {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
@@ -512,11 +548,6 @@ def require_one_engine(config: EngineConfig) -> None:
 def reject_unsupported(config: EngineConfig) -> None:
     """Raises ConfigError for a value that parses but that this version cannot run."""
     parallel = config.parallel
-    for name in ("pipeline_parallel_size",):
-        size = getattr(parallel, name)
-        if size != 1:
-            spelling = "--" + name.replace("_", "-")
-            raise ConfigError(f"{spelling} {size}: not in this version; use {spelling} 1")
     backend = parallel.distributed_executor_backend
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if backend == "ray":
