@@ -4,8 +4,8 @@
 
 40 conversations in 8 groups; a group shares a system prompt. Each begins with a text of its own (a
 file, a page), about which there are 4 turns: a question, the greedy answer, some thought. All
-conversations go on at once, so their turns come in any order. Each way of routing serves the same conversations on two fresh engines of a
-tiny model, and is compared with one engine:
+conversations go on at once, so their turns come in any order. Each way of routing serves the same
+conversations on two fresh engines of a tiny model, and is compared with one engine:
 
 tight    one engine whose KV cache holds all conversations and a tenth more, against two with half
          of that each: a replica that is sent every conversation in turn cannot keep them
@@ -52,7 +52,7 @@ class Workload:
     text: tuple[int, int] = (600, 1000)
     said: tuple[int, int] = (10, 60)
     answer: tuple[int, int] = (16, 64)
-    think_seconds: float = 1.0  # mean
+    think_seconds: tuple[float, float] = (0.5, 1.5)  # nobody reads an answer in no time
     seed: int = 0
 
     def systems(self) -> list[list[int]]:
@@ -62,9 +62,8 @@ class Workload:
 
     def script(self, index: int) -> list[Turn]:
         rng = random.Random(f"{self.seed}/{index}")
-        pause = 1 / self.think_seconds
         turns = [
-            Turn(rng.expovariate(pause), _ids(rng, self.said), rng.randint(*self.answer))
+            Turn(rng.uniform(*self.think_seconds), _ids(rng, self.said), rng.randint(*self.answer))
             for _ in range(self.turns)
         ]
         turns[0].said[:0] = _ids(rng, self.text)
@@ -215,9 +214,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, default=Path("tests/.fixtures/R"))
     parser.add_argument("--turns", type=int, default=Workload.turns)
+    parser.add_argument("--seed", type=int, default=Workload.seed)
     parser.add_argument("--save-as")
     args = parser.parse_args()
-    work = replace(Workload(), turns=args.turns)
+    work = replace(Workload(), turns=args.turns, seed=args.seed)
     results = measure(args.model, work)
     for name, result in results.items():
         print(f"{name}: {result['blocks_of_one']} and {result['blocks_of_replica']} blocks")

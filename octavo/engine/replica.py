@@ -89,6 +89,11 @@ class Replica:
         self.client = self._connect()
         return self.client
 
+    def replaced(self) -> None:
+        """Another client of the engine has started another one; ours speaks to that now."""
+        self._past_stats = self.stats
+        self.client.stats = EngineStats(time=0.0)
+
     # ---- state ----
 
     @property

@@ -229,8 +229,11 @@ class Replicas:
         return all(done) and not silent
 
     def send_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Before the first request with a grammar. Engines that start later get it, too."""
+        """Before the first request with a grammar, by the first of several API processes. All of
+        them give it to engines that start later, so that none comes too late with it."""
         self._vocabulary = vocabulary
+        if self.seat.index:
+            return
         for replica in self.replicas:
             replica.client.send_vocabulary(vocabulary)
 
@@ -328,6 +331,7 @@ class Replicas:
         )
         client.on_step = lambda stats: self.on_step(index, stats)
         client.rescue = lambda entry: self._rescue(self.replicas[index], entry)
+        client.on_replaced = lambda info: self._welcome(self.replicas[index], info)
         return client
 
     async def _loaded(self, replica: Replica) -> None:
@@ -338,6 +342,15 @@ class Replicas:
             if len(self.replicas) == 1:
                 raise
             raise type(error)(f"replica {replica.index}: {error}") from None
+        self._settle(replica, info)
+
+    def _welcome(self, replica: Replica, info: EngineInfo) -> None:
+        """Another API process has started a replica's engine again."""
+        replica.replaced()
+        self._settle(replica, info)
+
+    def _settle(self, replica: Replica, info: EngineInfo) -> None:
+        """Takes into service an engine that has loaded, and knows nothing yet."""
         replica.found = info
         self.router.add(replica.index, info.num_blocks * info.block_size)
         if self._vocabulary is not None:
