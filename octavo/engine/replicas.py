@@ -80,8 +80,8 @@ class Replicas:
         self._loop = asyncio.get_running_loop()
         self.dead = asyncio.Event()
         self.directory = self.seat.directory or Path(tempfile.mkdtemp(prefix="octavo-"))
-        for index, spec in enumerate(self._specs):
-            self.replicas.append(Replica(index, spec, partial(self._client, index, spec)))
+        for spec in self._specs:
+            self._make(spec)
         await asyncio.gather(*(replica.client.start() for replica in self.replicas))
 
     async def ready(self) -> EngineInfo:
@@ -97,6 +97,20 @@ class Replicas:
             self._tasks.append(self._loop.create_task(self._keep(replica)))
         return self.info
 
+    async def add(self, spec: ReplicaSpec) -> Replica:
+        """A further replica, while the others serve: returns once it does, too. Raises ConfigError
+        or EngineDead where its engine cannot start; it is then left out."""
+        replica = self._make(spec)
+        try:
+            await replica.client.start()
+            await self._loaded(replica)
+        except (ConfigError, EngineDead) as error:
+            replica.given_up = str(error)
+            replica.client.die(str(error))
+            raise
+        self._tasks.append(self._loop.create_task(self._keep(replica)))
+        return replica
+
     @property
     def info(self) -> EngineInfo:
         """What holds for every replica. Raises EngineDead before all have loaded."""
@@ -111,7 +125,7 @@ class Replicas:
 
     def problem(self) -> str | None:
         """Why nothing can be served now, or None while one replica serves."""
-        if any(replica.client.problem() is None for replica in self.replicas):
+        if any(replica.problem() is None for replica in self.replicas):
             return None if self._info is not None else "the model is still loading"
         problems = [(replica.index, replica.problem()) for replica in self.replicas]
         if len(problems) == 1:
@@ -215,8 +229,11 @@ class Replicas:
         return all(done) and not silent
 
     def send_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Before the first request with a grammar. Engines that start later get it, too."""
+        """Before the first request with a grammar, by the first of several API processes. All of
+        them give it to engines that start later, so that none comes too late with it."""
         self._vocabulary = vocabulary
+        if self.seat.index:
+            return
         for replica in self.replicas:
             replica.client.send_vocabulary(vocabulary)
 
@@ -291,11 +308,19 @@ class Replicas:
 
     # ---- engines that come and go ----
 
+    def _make(self, spec: ReplicaSpec) -> Replica:
+        """A replica whose engine is yet to be started."""
+        index = len(self.replicas)
+        replica = Replica(index, spec, partial(self._client, index, spec))
+        self.replicas.append(replica)
+        self.router.add(index, 0)
+        return replica
+
     def _client(self, index: int, spec: ReplicaSpec) -> ProcessClient:
         """Of the next engine in a replica's place."""
         directory = self.directory / str(index)
         directory.mkdir(exist_ok=True)
-        name = f"replica {index}" if len(self._specs) > 1 else ""
+        name = f"replica {index}" if index or len(self._specs) > 1 else ""
         starting = self._info is None
         client = ProcessClient(
             spec.config,
@@ -306,6 +331,7 @@ class Replicas:
         )
         client.on_step = lambda stats: self.on_step(index, stats)
         client.rescue = lambda entry: self._rescue(self.replicas[index], entry)
+        client.on_replaced = lambda info: self._welcome(self.replicas[index], info)
         return client
 
     async def _loaded(self, replica: Replica) -> None:
@@ -313,20 +339,29 @@ class Replicas:
         try:
             info = await replica.client.ready()
         except OctavoError as error:
-            if len(self._specs) == 1:
+            if len(self.replicas) == 1:
                 raise
             raise type(error)(f"replica {replica.index}: {error}") from None
+        self._settle(replica, info)
+
+    def _welcome(self, replica: Replica, info: EngineInfo) -> None:
+        """Another API process has started a replica's engine again."""
+        replica.replaced()
+        self._settle(replica, info)
+
+    def _settle(self, replica: Replica, info: EngineInfo) -> None:
+        """Takes into service an engine that has loaded, and knows nothing yet."""
         replica.found = info
         self.router.add(replica.index, info.num_blocks * info.block_size)
         if self._vocabulary is not None:
             replica.client.send_vocabulary(self._vocabulary)
-        infos = [r.found for r in self.replicas if r.found is not None]
-        if len(infos) == len(self.replicas):
-            self._info = common_info(infos)
+        if self._info is not None or all(r.found for r in self.replicas):
+            self._info = common_info([r.found for r in self.replicas if r.found is not None])
         now = time.monotonic()
         others = [r.load(now).recent for r in self.replicas if r is not replica and r.serves]
         mean = sum(others) / len(others) if others else 0.0
         replica.work.restart(mean, computed_tokens(replica.client.stats), now)
+        replica.in_service = True
 
     async def _keep(self, replica: Replica) -> None:
         """Starts a replica's engine again whenever it has died, while others live."""
@@ -339,10 +374,10 @@ class Replicas:
                 return
             pause = replica.restarts.pause(time.monotonic())
             if pause is None:
-                replica.state = f"it was started {MOST_RESTARTS} times in {RESTART_WINDOW:g} s"
+                replica.given_up = f"it was started {MOST_RESTARTS} times in {RESTART_WINDOW:g} s"
                 logger.error(
                     "replica %d: %s; %s and is left out from now on; %d of %d serve",
-                    replica.index, why, replica.state, self.num_serving, len(self.replicas),
+                    replica.index, why, replica.given_up, self.num_serving, len(self.replicas),
                 )  # fmt: skip
                 return
             logger.error(
