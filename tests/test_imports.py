@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"wire"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
+    | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement"}
     | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},
     "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},

@@ -18,7 +18,10 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import FinishReason, Pooling, RequestTimings, SamplingParams
 
 CLIENT_SHIFT = 48
-REJECTED = "rejected"  # how a sequence ended that the engine refused, beside the finish reasons
+# How a sequence left its engine, beside the finish reasons: refused by it, or begun again on
+# another one (it had given nothing yet when this one died or stalled).
+REJECTED = "rejected"
+RETRIED = "retried"
 
 
 def pack_ids(ids: Any) -> bytes:

@@ -23,7 +23,7 @@ from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.constraints import advance
 from octavo.worker.info import PhaseClock, WorkerInfo
-from octavo.worker.memory import plan_memory
+from octavo.worker.memory import left_for_cache, plan_memory
 from octavo.worker.pooling import Pools
 from octavo.worker.sampler import Drawn, Sampler, describe, join, no_logprobs, only_tokens, stack
 from octavo.worker.sizes import MemoryPlan
@@ -100,9 +100,8 @@ class Runner:
         """The same on all ranks: what the one with the least memory can hold. Those of a host have
         an equal part of it."""
         if self.world is None:
-            return plan_memory(
-                self.config, self.model.kv_bytes_per_block, model_length, available_memory()
-            )
+            free = left_for_cache(self.config.parallel, available_memory(), self.model.weight_bytes)
+            return plan_memory(self.config, self.model.kv_bytes_per_block, model_length, free)
         everyone = self.world.everyone
         everyone.smallest([0])  # all have loaded
         free = available_memory() // self.world.place.num_local

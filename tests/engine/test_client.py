@@ -13,6 +13,7 @@ import pytest
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.engine.admission import prepare
 from octavo.engine.client import ProcessClient
+from octavo.engine.launch import LocalLauncher
 from octavo.types import ConfigError, EngineDead, FinishReason, QueueFull, SamplingParams
 
 MOCK = Path(__file__).parents[1] / "server" / "mock_engine.py"
@@ -22,9 +23,13 @@ def mock_command(**options):
     return (sys.executable, str(MOCK), json.dumps(options))
 
 
+def mock(**options):
+    return LocalLauncher(mock_command(**options))
+
+
 @asynccontextmanager
 async def engine(config=None, **options):
-    client = ProcessClient(config or EngineConfig(), command=mock_command(**options))
+    client = ProcessClient(config or EngineConfig(), launcher=mock(**options))
     await client.start()
     try:
         yield client
@@ -62,7 +67,7 @@ def test_temporary_directory_too_long_for_sockets_is_the_users_to_mend(tmp_path,
 
     async def main():
         with pytest.raises(ConfigError, match="set TMPDIR"):
-            await ProcessClient(EngineConfig(), command=mock_command()).start()
+            await ProcessClient(EngineConfig(), launcher=mock()).start()
 
     asyncio.run(main())
     assert not [*long.iterdir()]
@@ -71,7 +76,7 @@ def test_temporary_directory_too_long_for_sockets_is_the_users_to_mend(tmp_path,
 def test_start_reports_progress_and_what_was_found():
     async def main():
         seen = []
-        client = ProcessClient(EngineConfig(), seen.append, mock_command())
+        client = ProcessClient(EngineConfig(), seen.append, mock())
         await client.start()
         assert client.problem() == "the model is still loading"
         info = await client.ready()
@@ -232,7 +237,7 @@ def test_drain_finishes_what_runs_then_the_process_ends_without_alarm():
                 client.submit([request(client, "say:late")])
             tokens, _ = await collect(stream)
             assert len(tokens) == 10
-            assert await asyncio.wait_for(client._child.wait(), 2) == 0
+            assert await asyncio.wait_for(client._child.wait(), 2) == ""
             await asyncio.sleep(0.05)
             assert client.alive
 

@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import zmq
@@ -47,6 +48,9 @@ class Options:
     step_error: bool = False  # end every request with FinishReason.ERROR after two tokens
     graphs: int = 0  # to be captured, one in each idle moment
     default_sampling: dict[str, float] = field(default_factory=dict)
+    hold: bool = False  # start requests, and never draw a token
+    fail_again: str = ""  # a file: loading fails once it is there
+    replicas: dict[str, dict[str, Any]] = field(default_factory=dict)  # options of some replicas
 
 
 @dataclass
@@ -79,10 +83,11 @@ class MockEngine:
             self.seats.send(message)
 
     def load(self, config: EngineConfig) -> None:
-        o = self.options
+        own = self.options.replicas.get(str(config.parallel.replica), {})
+        o = self.options = replace(self.options, **own)
         self.send(m.Progress("weights", 0.5))
         time.sleep(o.load_seconds)
-        if o.crash:
+        if o.crash or (o.fail_again and os.path.exists(o.fail_again)):
             os._exit(3)
         if o.fail:
             self.send(m.Failed(o.fail, user_error=True))
@@ -147,6 +152,7 @@ class MockEngine:
                 outputs.rejected.append(m.Rejected(request.handle, self.options.reject, "prompt"))
                 continue
             ids = m.unpack_ids(request.prompt_ids).tolist()
+            self.stats.prompt_tokens += len(ids)
             if request.pooling is not None:
                 self.embed(request, ids, now, outputs)
                 continue
@@ -217,7 +223,9 @@ class MockEngine:
         time.sleep(self.options.step_seconds)
         outputs = m.Outputs(stats=self.stats)
         self.admit(outputs)
-        drawn = [(h, self.draw(h, row, outputs)) for h, row in list(self.running.items())]
+        rows = [] if self.options.hold else list(self.running.items())
+        drawn = [(h, self.draw(h, row, outputs)) for h, row in rows]
+        self.stats.generation_tokens += len(drawn)
         outputs.handles = b"".join(h.to_bytes(8, "little") for h, _ in drawn)
         outputs.tokens = m.pack_ids([t for _, t in drawn])
         self.stats.time = time.monotonic()
