@@ -246,6 +246,42 @@ class ParallelConfig:
         group="parallel",
         minimum=1,
     )
+    data_parallel_size_local: int | None = flag(
+        None,
+        "replicas of them on this node; those of other nodes join (octavo serve --headless). "
+        "Default: all; with --headless 1, with --data-parallel-backend ray 0",
+        "-dpl",
+        group="parallel",
+        minimum=0,
+    )
+    data_parallel_address: str = flag(
+        "127.0.0.1",
+        "address at which the head node is joined by replicas of others (0.0.0.0: at all it has)",
+        "-dpa",
+        group="parallel",
+    )
+    data_parallel_rpc_port: int = flag(
+        29550,
+        "port at which the head node is joined; the two ports behind it serve the first replica "
+        "that joins, the next two the second … (0: any free ones)",
+        "-dpp",
+        group="parallel",
+        minimum=0,
+        maximum=65535,
+    )
+    data_parallel_backend: str = flag(
+        "mp",
+        "ray: the replicas are actors of a Ray cluster that runs already, on a node each",
+        "-dpb",
+        group="parallel",
+        choices=("mp", "ray"),
+    )
+    headless: bool = flag(
+        False,
+        "serve no HTTP here: the replicas of this node join the head node at "
+        "--data-parallel-address",
+        group="parallel",
+    )
     distributed_executor_backend: str | None = flag(
         None, "uni for one device, else mp or ray", group="parallel", choices=("uni", "mp", "ray")
     )
@@ -269,6 +305,20 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Devices of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_local(self) -> int:
+        """Replicas of this node."""
+        if self.data_parallel_size_local is not None:
+            return self.data_parallel_size_local
+        if self.headless:
+            return 1
+        return 0 if self.data_parallel_backend == "ray" else self.data_parallel_size
+
+    @property
+    def num_joining(self) -> int:
+        """Replicas of other nodes, which join."""
+        return 0 if self.headless else self.data_parallel_size - self.num_local
 
 
 def check_structured_outputs(settings: dict[str, Any]) -> None:
@@ -564,6 +614,13 @@ def reject_unsupported(config: EngineConfig) -> None:
         raise ConfigError(
             f"--distributed-executor-backend uni: {world} devices need as many processes; use mp"
         )
+    if not parallel.headless and parallel.num_local > parallel.data_parallel_size:
+        raise ConfigError(
+            f"--data-parallel-size-local {parallel.num_local}: more than the "
+            f"{parallel.data_parallel_size} of --data-parallel-size"
+        )
+    if parallel.headless and not parallel.num_local:
+        raise ConfigError("--headless --data-parallel-size-local 0: at least one replica is needed")
     if config.model.trust_remote_code:
         raise ConfigError(
             "--trust-remote-code: octavo never runs code from a checkpoint; drop the flag "

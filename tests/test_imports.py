@@ -36,10 +36,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": EVERYBODY | {"ops", "quant", "parallel", "checkpoint"},
     "worker": EVERYBODY
     | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"}
-    | {"wire"},
+    | {"wire", "parent"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement"}
+    | {"engine.door", "engine.joining"}
     | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},
     "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},

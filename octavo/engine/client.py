@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from octavo.config import EngineConfig
@@ -47,6 +48,7 @@ from octavo.engine.messages import (
     encoder,
     from_engine_decoder,
     num_ids,
+    shift,
 )
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
@@ -109,6 +111,7 @@ class ProcessClient:
         self.seat = seat
         self._next_handle = seat.first_handle
         self._child: Launched | None = None
+        self._lost: list[int] = []  # handles that the engine may still work on, for nobody
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,9 +132,11 @@ class ProcessClient:
         try:
             self._outbox = self._bound(zmq.PUSH, "inbox")
             self._inbox = self._bound(zmq.PULL, "outbox")
+        except ConfigError:
+            self._drop_sockets()
+            raise
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            self._remove_directory()
+            self._drop_sockets()
             raise ConfigError(
                 f"cannot make a socket in {own}: {os.strerror(error.errno or 0)}; set "
                 "TMPDIR to another directory"
@@ -143,6 +148,11 @@ class ProcessClient:
             await self._start_engine()
         else:
             self._tasks.append(self._loop.create_task(self._say_hello()))
+
+    def _drop_sockets(self) -> None:
+        self._launcher.unbind()
+        self._context.destroy(linger=0)
+        self._remove_directory()
 
     async def _start_engine(self) -> None:
         address, seats = self._launcher.address, range(self.seat.count)
@@ -207,6 +217,7 @@ class ProcessClient:
         self._loop.remove_reader(self._inbox.fileno())
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
+        self._launcher.unbind()
         self._context.term()
         self._remove_directory()
 
@@ -292,7 +303,10 @@ class ProcessClient:
     def enter(self, origin: Origin, stream: RequestStream) -> None:
         """Sends a request whose events go to a stream that is there. Raises EngineDead."""
         self._require_ready()
-        self._send(origin.request)
+        request = origin.request
+        if offset := self._clock_offset:
+            request = msgspec.structs.replace(request, arrival=request.arrival - offset)
+        self._send(request)
         self._accounts.enter(origin, stream)
 
     def check_queue(self, num_requests: int, num_tokens: int = 0, num_sequences: int = 1) -> None:
@@ -352,7 +366,8 @@ class ProcessClient:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        self._launcher.bind(socket, self.directory, f"{name}-{self.seat.index}")
+        name = f"{name}-{self.seat.index}"
+        self._launcher.bind(socket, self.directory, name, self._on_cut)
         return socket
 
     def _require_ready(self) -> None:
@@ -382,9 +397,11 @@ class ProcessClient:
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
+            if offset := self._clock_offset:
+                shift(message, offset)
             self._fan_out(message)
         elif isinstance(message, Heartbeat):
-            self._health.hear(message)
+            self._health.hear(message, time.monotonic())
         elif isinstance(message, Progress):
             if self._on_progress:
                 self._on_progress(message)
@@ -400,6 +417,11 @@ class ProcessClient:
                 call.set_result(message.success)
         elif isinstance(message, Failed):
             self.die(message.message, message.user_error)
+
+    @property
+    def _clock_offset(self) -> float:
+        """From the engine's clock to this machine's."""
+        return self._child.clock_offset if self._child is not None else 0.0
 
     def _fan_out(self, outputs: Outputs) -> None:
         self.stats = stats = outputs.stats
@@ -463,7 +485,22 @@ class ProcessClient:
         if fault := self._health.judge(now):
             self.die(fault)
         elif self._health.stalled and self._accounts.entries:
-            self._free(self._lose(EngineDead(self._health.stalled)))
+            self._lost += self._lose(EngineDead(self._health.stalled))
+            self._free(self._lost)
+        elif self._lost and not self._health.stalled:  # what was sent while it stood still is gone
+            self._free(self._lost)
+            self._lost = []
+
+    def _on_cut(self) -> None:
+        """A connection has ended: what was on its way is lost, so nothing that is open can go on.
+        It is made again by itself."""
+        self._read()  # what had come before
+        if self._closing or self._health.death:
+            return
+        if self._info is None and self._child is not None:
+            self.die("its connection was cut while it loaded")
+        elif self._accounts.entries:
+            self._lost += self._lose(EngineDead("the connection to the engine was cut"))
 
     def die(self, why: str, user_error: bool = False) -> None:
         """Ends the engine, and everything that waits for it. The first reason counts."""
@@ -471,7 +508,7 @@ class ProcessClient:
             return
         self._health.death = why
         if self._child is not None:
-            self._child.kill()
+            self._child.kill(why, user_error)
         error = ConfigError(why) if user_error else EngineDead(why)
         if not self._ready.done():
             self._ready.set_exception(error)

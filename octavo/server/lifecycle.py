@@ -28,6 +28,8 @@ from octavo import collector
 from octavo.checkpoint.locate import ModelFiles
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.client import Seat
+from octavo.engine.door import Door
+from octavo.engine.joining import checkpoint_facts
 from octavo.engine.launch import ENGINE_COMMAND
 from octavo.engine.messages import EngineInfo, Progress
 from octavo.engine.placement import local_replicas
@@ -154,6 +156,11 @@ class Server:
         self._listener, self._address = listener, address
         self._seat = seat or Seat(0, server.api_server_count)
         specs = local_replicas(config, engine_command or ENGINE_COMMAND)
+        self._door: Door | None = None
+        if config.parallel.num_joining:
+            weights = config.model.load_format != "dummy"
+            self._door = Door(config, checkpoint_facts(files.path, weights))
+            specs += self._door.specs()
         self._client = Replicas(specs, self._show_progress, self._seat)
         self._group: Group | None = None
         self._signals = 0
@@ -166,6 +173,8 @@ class Server:
             loop.add_signal_handler(number, self._on_signal)
         http: asyncio.Task[None] | None = None
         try:
+            if self._door is not None:
+                self._door.start()
             await self._client.start()
             if self._seat.count > 1 and self._seat.index == 0:
                 self._group = self._make_group()
@@ -190,6 +199,8 @@ class Server:
             if self._group is not None:
                 await self._group.close()
             await self._client.close()
+            if self._door is not None:
+                await self._door.close()
             if self._workers is not None:  # the app was made
                 await self._state.grammars.close()
             if http is not None:
