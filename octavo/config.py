@@ -293,8 +293,8 @@ class ParallelConfig:
     )
     cpu_threads: int | None = flag(
         None,
-        "compute threads of an engine (default: the cores this process may use, divided by the "
-        "replicas)",
+        "compute threads of a device's process (default: the cores this process may use, divided "
+        "by the devices of all replicas)",
         group="parallel",
         minimum=1,
     )
@@ -598,11 +598,6 @@ def require_one_engine(config: EngineConfig) -> None:
 def reject_unsupported(config: EngineConfig) -> None:
     """Raises ConfigError for a value that parses but that this version cannot run."""
     parallel = config.parallel
-    for name in ("pipeline_parallel_size",):
-        size = getattr(parallel, name)
-        if size != 1:
-            spelling = "--" + name.replace("_", "-")
-            raise ConfigError(f"{spelling} {size}: not in this version; use {spelling} 1")
     backend = parallel.distributed_executor_backend
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if backend == "ray":

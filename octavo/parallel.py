@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -67,10 +67,19 @@ class Comm:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
         return [int(number) for number in found.tolist()]
 
-    def send(self, x: Tensor, to: int) -> None:
-        """x to the rank ``to`` of these, which calls ``receive``."""
+    def send(self, x: Tensor, to: int) -> Callable[[], None]:
+        """Begins to send x to the rank ``to`` of these, which calls ``receive``. x must stay as it
+        is until the call returned has been made, which waits until it has gone."""
         Exchanges.count += 1
-        dist.send(x.contiguous(), self.ranks[to], group=self._group)
+        work = dist.isend(x, self.ranks[to], group=self._group)
+        assert work is not None
+
+        def wait() -> None:
+            work.wait()
+            del x_kept[:]
+
+        x_kept = [x]
+        return wait
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Fills x with what the rank ``source`` of these sends."""

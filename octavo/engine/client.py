@@ -52,7 +52,7 @@ from octavo.engine.messages import (
 )
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.types import ConfigError, EngineDead, FinishReason
+from octavo.types import ConfigError, EngineDead, EngineLost, FinishReason
 
 logger = logging.getLogger("octavo")
 
@@ -485,7 +485,7 @@ class ProcessClient:
         if fault := self._health.judge(now):
             self.die(fault)
         elif self._health.stalled and self._accounts.entries:
-            self._lost += self._lose(EngineDead(self._health.stalled))
+            self._lost += self._lose(EngineLost(self._health.stalled))
             self._free(self._lost)
         elif self._lost and not self._health.stalled:  # what was sent while it stood still is gone
             self._free(self._lost)
@@ -500,7 +500,7 @@ class ProcessClient:
         if self._info is None and self._child is not None:
             self.die("its connection was cut while it loaded")
         elif self._accounts.entries:
-            self._lost += self._lose(EngineDead("the connection to the engine was cut"))
+            self._lost += self._lose(EngineLost("the connection to the engine was cut"))
 
     def die(self, why: str, user_error: bool = False) -> None:
         """Ends the engine, and everything that waits for it. The first reason counts."""
@@ -513,5 +513,5 @@ class ProcessClient:
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # it may be awaited later, or never
-        self._lose(EngineDead(why))
+        self._lose(EngineLost(why))
         self.dead.set()

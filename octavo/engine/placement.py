@@ -36,7 +36,7 @@ def local_replicas(
     for index in range(count):
         own = devices[index * world : (index + 1) * world]
         launcher = LocalLauncher(command, ",".join(own) if own else None)
-        threads = config.parallel.cpu_threads or max(1, available_cores() // count)
+        threads = config.parallel.cpu_threads or max(1, available_cores() // (count * world))
         specs.append(ReplicaSpec(part(config, index, threads, memory), launcher))
     return specs
 

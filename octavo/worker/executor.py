@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ class UniExecutor:
     """A CPU worker, on a thread of this process: plan N + 1 is built while N computes."""
 
     num_pending = 0
+    num_stages = 1
     problem = ""
 
     def __init__(self, config: EngineConfig, path: Path, grammars: Grammars | None = None) -> None:
@@ -131,6 +132,7 @@ class CudaExecutor:
     An error of the device itself cannot be survived: it is raised as it is, and ends the engine.
     """
 
+    num_stages = 1
     problem = ""
 
     def __init__(self, runner: CudaRunner, nvtx: bool = False) -> None:
@@ -158,6 +160,10 @@ class CudaExecutor:
             raise
         except Exception as error:
             self._results.append(failed(plan, error))
+
+    def take_drawn(self, results: Sequence[StepResult]) -> None:
+        """Of a pipeline's last stage: a GPU has all stages."""
+        assert not results
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""

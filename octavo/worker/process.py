@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,6 +52,9 @@ SPIN_SECONDS = 20e-6  # between two looks at a GPU that is at work
 class Steps(Protocol):
     """What computes plans in order. A GPU's may have several under way."""
 
+    def take_drawn(self, results: Sequence[StepResult]) -> None:
+        """What the last stage of a pipeline has drawn, for those before it."""
+
     def submit(self, plan: StepPlan) -> None: ...
 
     def ready(self) -> bool:
@@ -77,6 +81,9 @@ class CpuSteps:
         self._results: deque[StepResult | StepFailed] = deque()
         self.tracing = Tracing(nvtx)
         self.tracing.prepare()
+
+    def take_drawn(self, results: Sequence[StepResult]) -> None:
+        self._runner.take_drawn(results)
 
     def submit(self, plan: StepPlan) -> None:
         try:
@@ -249,6 +256,12 @@ class Worker:
             return CpuSteps(cpu, nvtx), info
         from octavo.worker.cuda_runner import CudaRunner
 
+        if self._topology.pipeline_size > 1:
+            raise ConfigError(
+                f"--pipeline-parallel-size {self._topology.pipeline_size}: on CPUs alone in this "
+                "version; use --tensor-parallel-size on GPUs, or hide them with "
+                "CUDA_VISIBLE_DEVICES="
+            )
         gpu = CudaRunner(self._config, path, device, grammars=self._grammars, world=world)
         executor = CudaExecutor(gpu, nvtx)
         return executor, executor.start(self._tell_progress)
@@ -276,6 +289,7 @@ class Worker:
     def _obey(self, command: Any) -> None:
         if isinstance(command, messages.Step):
             plan = decode(command.plan, StepPlan)
+            self._steps.take_drawn([decode(raw, StepResult) for raw in command.drawn])
             self._unsent.append(plan.step)
             self._steps.submit(plan)
         elif isinstance(command, messages.UseIdleMoment):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from octavo.worker.pooling import Pools
 from octavo.worker.sampler import Drawn, Sampler, describe, join, no_logprobs, only_tokens, stack
 from octavo.worker.sizes import MemoryPlan
 from octavo.worker.slots import Slots
+from octavo.worker.stages import Stages
 
 if TYPE_CHECKING:
     from octavo.parallel import World
@@ -56,6 +57,7 @@ class Runner:
         self.path = path
         self.load = load
         self.world = world
+        self.stages: Stages | None = None
         self.ranks = ALONE if world is None else TensorParallel.of(world.tensor)
 
     def start(self, progress: Progress) -> WorkerInfo:
@@ -94,22 +96,42 @@ class Runner:
     def _loaded(self, progress: Progress) -> Model:
         if self.world is None:
             return self.load(self.path, self.config, progress)
-        return self.load(self.path, self.config, progress, ranks=self.ranks)
+        place = self.world.place
+        return self.load(
+            self.path,
+            self.config,
+            progress,
+            ranks=self.ranks,
+            stage=place.stage,
+            num_stages=place.pipeline_size,
+        )
 
     def _plan_memory(self, model_length: int) -> MemoryPlan:
         """The same on all ranks: what the one with the least memory can hold. Those of a host have
         an equal part of it."""
         if self.world is None:
-            free = left_for_cache(self.config.parallel, available_memory(), self.model.weight_bytes)
-            return plan_memory(self.config, self.model.kv_bytes_per_block, model_length, free)
+            return plan_memory(
+                self.config, self.model.kv_bytes_per_block, model_length, self._free_memory(1)
+            )
         everyone = self.world.everyone
         everyone.smallest([0])  # all have loaded
-        free = available_memory() // self.world.place.num_local
+        num_local = self.world.place.num_local
+        free = self._free_memory(num_local) // num_local
         everyone.smallest([0])  # and looked, before one takes some of it
         plan = plan_memory(self.config, self.model.kv_bytes_per_block, model_length, free)
         blocks, length = everyone.smallest([plan.num_blocks, plan.max_model_len])
         kept = blocks * self.model.kv_bytes_per_block(plan.block_size)
         return replace(plan, num_blocks=blocks, max_model_len=length, kv_cache_bytes=kept)
+
+    def take_drawn(self, results: Sequence[StepResult]) -> None:
+        """What the last stage drew in steps that this one has computed its part of."""
+        if self.stages and not self.stages.is_last:
+            self.stages.take_drawn(results, self.slots)
+
+    def _free_memory(self, num_ranks: int) -> int:
+        """Bytes that this engine's ranks on this host may still take, all having loaded."""
+        weights = num_ranks * self.model.weight_bytes
+        return left_for_cache(self.config.parallel, available_memory(), weights)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one plan. After an exception the slots are as the next plan expects them."""
@@ -137,6 +159,8 @@ class Runner:
         self.sampler = Sampler(self.slots)
         self.pools = Pools()
         self.logit_rows = max(1, LOGITS_BYTES // (4 * vocab))
+        if self.world is not None and self.world.place.pipeline_size > 1:
+            self.stages = Stages(self.world, self.model)
 
     @property
     def follows(self) -> bool:
@@ -146,18 +170,25 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self.batches.build(plan)
-        tokens = np.zeros((plan.num_rows, 1), dtype=np.int32)
-        accepted = np.zeros(plan.num_rows, dtype=np.int32)
-        result = StepResult(plan.step, tokens, accepted, np.zeros(0, dtype=np.int32))
+        hidden = self.stages.receive(plan.total_tokens) if self.stages else None
+        if self.stages and not self.stages.is_last:
+            self.stages.send(self.model.forward(batch.forward, self.cache, hidden))
+            self.stages.expect(plan, batch, self.slots)
+            return _nothing(plan)
+        return self._finish(plan, batch, hidden)
+
+    def _finish(self, plan: StepPlan, batch: batches.StepBatch, given: Tensor | None) -> StepResult:
+        """What the last stage does, or the only one. ``given``: hidden states of the one before."""
+        result = _nothing(plan)
         if len(batch.scored) or len(batch.pooled):
-            hidden = self.model.forward(batch.forward, self.cache)
+            hidden = self.model.forward(batch.forward, self.cache, given)
             self._score_prompts(batch, hidden, result)
             self._pool_prompts(batch, hidden, result)
             last = hidden[batch.forward.logit_rows]
         elif batch.forward.decode_rows == len(batch.drawing) == plan.num_rows:
-            last = self.model.forward(batch.forward, self.cache)
+            last = self.model.forward(batch.forward, self.cache, given)
         else:
-            last = self.model.forward_last(batch.forward, self.cache)
+            last = self.model.forward_last(batch.forward, self.cache, given)
         if len(batch.drawing):
             self._draw(batch, last, result)
         return result
@@ -241,9 +272,18 @@ class Runner:
             return
         params = SamplingParams(temperature=0.8, top_p=0.95)
         self.execute(_first_plan(length, params, self.slots.block_size))
-        if time.perf_counter() - began < WARM_UP_SECONDS / 2:
+        if self.world is None and time.perf_counter() - began < WARM_UP_SECONDS / 2:
             self.execute(_next_plan(length))
         self.slots.free(np.zeros(1, dtype=np.int32))
+        if self.stages:
+            self.stages.settle()
+
+
+def _nothing(plan: StepPlan) -> StepResult:
+    """The result of a step that draws nothing."""
+    tokens = np.zeros((plan.num_rows, 1), dtype=np.int32)
+    accepted = np.zeros(plan.num_rows, dtype=np.int32)
+    return StepResult(plan.step, tokens, accepted, np.zeros(0, dtype=np.int32))
 
 
 def _first_plan(num_tokens: int, params: SamplingParams, block_size: int) -> StepPlan:

@@ -82,6 +82,7 @@ class Slots:
         def column(dtype: type) -> NDArray[Any]:
             return np.zeros(max_slots, dtype=dtype)
 
+        self.epoch = column(np.int64)  # rises whenever a request leaves the slot
         self.length = column(np.int32)
         self.num_blocks = column(np.int32)
         self.prompt_len = column(np.int32)
@@ -141,6 +142,7 @@ class Slots:
 
     def free(self, slots: NDArray[np.int32]) -> None:
         """Forgets the requests in ``slots``; ids and counts stay until others are placed there."""
+        self.epoch[slots] += 1
         self.length[slots] = 0
         self.num_blocks[slots] = 0
         self.needs[slots] = 0

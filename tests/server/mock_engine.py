@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from array import array
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +76,7 @@ class MockEngine:
         self.stats = m.EngineStats(time=0.0, graphs_pending=options.graphs)
         self.step_started = 0.0
         self.draining = False
+        self.seen: deque[list[int]] = deque(maxlen=32)
 
     def send(self, message: m.FromEngine) -> None:
         if isinstance(message, m.Outputs):
@@ -153,6 +155,7 @@ class MockEngine:
                 continue
             ids = m.unpack_ids(request.prompt_ids).tolist()
             self.stats.prompt_tokens += len(ids)
+            self.stats.prompt_tokens_cached += self.known(ids)
             if request.pooling is not None:
                 self.embed(request, ids, now, outputs)
                 continue
@@ -176,6 +179,17 @@ class MockEngine:
                 outputs.started.append(m.Started(request.handle + i, now, 4))
                 timings = RequestTimings(request.arrival, now)
                 self.running[request.handle + i] = Row(request, i, script, endless, timings)
+
+    def known(self, ids: list[int]) -> int:
+        """How many ids of a prompt the statistics count as cached: those that begin an earlier
+        one."""
+
+        def shared(seen: list[int]) -> int:
+            return sum(itertools.takewhile(bool, (a == b for a, b in zip(ids, seen))))
+
+        most = max(map(shared, self.seen), default=0)
+        self.seen.append(ids)
+        return min(most, len(ids) - 1)
 
     def embed(self, request: m.AddRequest, ids: list[int], now: float, outputs: m.Outputs) -> None:
         outputs.started.append(m.Started(request.handle, now, 4))
