@@ -588,6 +588,8 @@ def prepare_tokenizers() -> None:
 
 def require_one_engine(config: EngineConfig) -> None:
     """Raises ConfigError for replicas where one engine is used in this process."""
+    if config.parallel.headless:
+        raise ConfigError("--headless (headless): only `octavo serve` joins a head node")
     if (size := config.parallel.data_parallel_size) > 1:
         raise ConfigError(
             f"--data-parallel-size {size} (data_parallel_size): only `octavo serve` runs several "

@@ -34,7 +34,7 @@ def run(arguments: Arguments) -> int:
 
     reject_unsupported(engine_config)
     if engine_config.parallel.headless:
-        return run_headless(engine_config)
+        return run_headless(engine_config, server_config.drain_timeout)
     check_flags(server_config, engine_config.model.skip_tokenizer_init)
     if any(not key or key != key.strip() for key in server_config.api_key):
         raise ConfigError(
@@ -71,7 +71,7 @@ def run(arguments: Arguments) -> int:
         log.progress.end()  # an error's line begins on a line of its own
 
 
-def run_headless(config: EngineConfig) -> int:
+def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     """The replicas of this node join a head node; until they are told to stop."""
     from octavo.checkpoint.locate import locate
     from octavo.cli.console import PhaseLine
@@ -87,4 +87,4 @@ def run_headless(config: EngineConfig) -> int:
         progress.end()
     model = replace(asked, model=str(files.path))
     with logging_to_stderr("info"):
-        return serve(replace(config, model=model), files.path)
+        return serve(replace(config, model=model), files.path, drain_timeout)

@@ -114,6 +114,7 @@ class ProcessClient:
         self._lost: list[int] = []  # handles that the engine may still work on, for nobody
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._closing = False
+        self._leaving = False  # the engine's machine is wanted back
         self._tasks: list[asyncio.Task[None]] = []
         self._has_sockets = False
         self._closed: asyncio.Future[None] | None = None
@@ -162,6 +163,7 @@ class ProcessClient:
         )
         self._child = await self._launcher.launch(inboxes, outboxes, self.config)
         self._tasks.append(self._loop.create_task(self._watch_child(self._child)))
+        self._tasks.append(self._loop.create_task(self._watch_leaving(self._child)))
 
     async def _say_hello(self) -> None:
         """Until the engine has connected."""
@@ -372,7 +374,8 @@ class ProcessClient:
 
     def _require_ready(self) -> None:
         if self.draining:
-            raise EngineDead("the server is shutting down")
+            who = "the engine's node" if self._leaving else "the server"
+            raise EngineDead(f"{who} is shutting down")
         if problem := self.problem():
             raise EngineDead(problem)
 
@@ -468,8 +471,17 @@ class ProcessClient:
     async def _watch_child(self, child: Launched) -> None:
         how = await child.wait()
         self._read()  # it may have said why
-        if not (self._closing or (self.draining and not how and not self.num_open)):
+        if self._leaving and not how:
+            self.die("its node has left")
+        elif not (self._closing or (self.draining and not how and not self.num_open)):
             self.die(f"the engine process ended {how or 'with exit code 0'}")
+
+    async def _watch_leaving(self, child: Launched) -> None:
+        await child.leaving()
+        self._leaving = True
+        if self._info is None:
+            self.die("its node has left while it loaded")
+        self.drain()
 
     async def _watch_heartbeat(self) -> None:
         while not self._health.death:

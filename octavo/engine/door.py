@@ -61,6 +61,8 @@ class Guest:
         self.clock = ClockOffset()
         self.heard = time.monotonic()
         self.pid = 0
+        self.told = False  # that it has to wait
+        self.leaves = asyncio.Event()
         self.running = asyncio.Event()  # or gone
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._door, self._link = door, link
@@ -79,7 +81,7 @@ class Guest:
             case Ended():
                 self.part(message.how)
             case Leave():
-                self.part("as its node was told to stop")
+                self.leaves.set()
 
     def part(self, how: str) -> None:
         """It is no longer a guest. ``how``: "" after a clean end."""
@@ -105,6 +107,9 @@ class RemoteEngine:
 
     async def wait(self) -> str:
         return await asyncio.shield(self._guest.gone)
+
+    async def leaving(self) -> None:
+        await self._guest.leaves.wait()
 
     def kill(self, why: str = "", user_error: bool = False) -> None:
         if not self._guest.gone.done():
@@ -217,7 +222,7 @@ class Door:
         for link, guest in list(self._guests.items()):
             if not self._places:
                 return
-            if link not in self._placed and guest.clock.known:
+            if link not in self._placed and guest.clock.known and not guest.leaves.is_set():
                 self._placed[link] = guest
                 self._places.pop(0).set_result(guest)
 
@@ -235,7 +240,7 @@ class Door:
         elif (guest := self._guests.get(link)) is not None:
             guest.take(message, time.monotonic())
             self._match()
-        elif not isinstance(message, (Ended, Leave)):
+        elif not isinstance(message, Ended | Leave):
             self.send(link, Unknown())
 
     def _let_in(self, link: bytes, join: Join) -> None:
@@ -254,7 +259,6 @@ class Door:
         guest = self._guests[link] = Guest(self, link, join.host, config)
         if not self._places:
             self._make_room()
-            guest.send(Wait(f"all {len(self.launchers)} places for replicas that join are taken"))
         guest.send(Ping(time.monotonic()))  # its answer makes the clock known, and gives a place
 
     def _make_room(self) -> None:
@@ -273,12 +277,15 @@ class Door:
             now = time.monotonic()
             assert self._mailbox is not None
             self._mailbox.read()
-            for guest in list(self._guests.values()):
+            for link, guest in list(self._guests.items()):
                 # Where this process itself was held up, it looks again next time.
                 if now - guest.heard > limit and now - before < 2 * PING_SECONDS:
                     guest.part(f"as its node was not heard for {now - guest.heard:.1f} s")
                 else:
                     guest.send(Ping(time.monotonic()))
+                    if link not in self._placed and not guest.told:
+                        guest.told = True
+                        guest.send(Wait(f"all {len(self.launchers)} places are taken"))
 
 
 class JoinLauncher:

@@ -22,11 +22,13 @@ import zmq
 from octavo import __version__
 from octavo.config import EngineConfig, cluster_secret
 from octavo.engine.joining import (
+    MOST_SILENCE,
     PING_SECONDS,
     End,
     Ended,
     FromHead,
     FromNode,
+    Here,
     Join,
     Leave,
     Ping,
@@ -60,15 +62,26 @@ class NodeFailed(OctavoError):
     """The engines of this node die again and again."""
 
 
-def serve(config: EngineConfig, path: Path, engine_command: Sequence[str] | None = None) -> int:
-    """Runs until told to stop; returns the exit code. ``path``: of the model's files. Raises
-    ConfigError for what the user can mend, the head's refusal among it."""
-    return asyncio.run(_Node(config, path, engine_command or ENGINE_COMMAND).run())
+def serve(config: EngineConfig, path: Path, drain_timeout: float) -> int:
+    """Runs until told to stop, and then until the engines have finished what they have, at most
+    ``drain_timeout`` seconds or a second signal; returns the exit code. ``path``: of the model's
+    files. Raises ConfigError for what the user can mend, the head's refusal among it."""
+    return asyncio.run(Node(config, path, drain_timeout).run())
 
 
-class _Node:
-    def __init__(self, config: EngineConfig, path: Path, command: Sequence[str]) -> None:
+class Node:
+    """One run of ``serve``."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path,
+        drain_timeout: float = 0.0,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
         self.config = config
+        self._drain_timeout = drain_timeout
+        self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self.facts = checkpoint_facts(path, config.model.load_format != "dummy")
         self.specs = local_replicas(config, command)
         parallel = config.parallel
@@ -80,15 +93,18 @@ class _Node:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        stopped = loop.create_task(stop.wait())
-        tasks = [loop.create_task(_Slot(self, spec).run()) for spec in self.specs]
+            loop.add_signal_handler(number, self.stop)
+        stopped = loop.create_task(self._stop.wait())
+        slots = [_Slot(self, spec) for spec in self.specs]
+        tasks = [loop.create_task(slot.run()) for slot in slots]
         try:
             done, _ = await asyncio.wait((stopped, *tasks), return_when=asyncio.FIRST_COMPLETED)
             for task in done & set(tasks):
                 task.result()
+            for slot in slots:
+                slot.leave()
+            await self._drained(tasks)
             return 0
         finally:
             for task in (stopped, *tasks):
@@ -97,11 +113,32 @@ class _Node:
             self.wire.close()
             self.context.destroy(linger=0)
 
+    def stop(self) -> None:
+        """At the first call when the engines have finished what they have, at the second now."""
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    async def _drained(self, tasks: list[asyncio.Task[None]]) -> None:
+        async def all_ended() -> None:
+            await asyncio.gather(*tasks)
+
+        ended = asyncio.ensure_future(all_ended())
+        now = asyncio.ensure_future(self._stop_now.wait())
+        await asyncio.wait(
+            (ended, now), timeout=self._drain_timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        now.cancel()
+        ended.cancel()
+        await asyncio.gather(now, ended, return_exceptions=True)
+
 
 class _Slot:
     """One replica of the node, over all its engines."""
 
-    def __init__(self, node: _Node, spec: ReplicaSpec) -> None:
+    def __init__(self, node: Node, spec: ReplicaSpec) -> None:
+        self._stay: _Stay | None = None
+        self._leaving = False
         self._node, self._spec = node, spec
         self._restarts = Restarts()
         self._told = -TELL_SECONDS
@@ -109,21 +146,29 @@ class _Slot:
     async def run(self) -> None:
         """For ever. Raises ConfigError where the head refuses it, or has told why the engine cannot
         run; NodeFailed where it dies again and again."""
-        while True:
+        while not self._leaving:
             socket = await self._dial()
             if socket is None:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            stay = _Stay(self._node, self._spec, socket)
+            stay = self._stay = _Stay(self._node, self._spec, socket)
             try:
-                await stay.run()
+                if not self._leaving:
+                    await stay.run()
             finally:
+                self._stay = None
                 await stay.close()
             if stay.crashed:
                 pause = self._restarts.pause(time.monotonic())
                 if pause is None:
                     raise NodeFailed(f"the engine has died {self._restarts.num_recent} times")
                 await asyncio.sleep(pause)
+
+    def leave(self) -> None:
+        """Ends when the engine has finished what it has."""
+        self._leaving = True
+        if self._stay is not None:
+            self._stay.leave()
 
     async def _dial(self) -> zmq.Socket[bytes] | None:
         """None while the head is not there. Raises LinkError where it does not let us in."""
@@ -150,7 +195,7 @@ class _Slot:
 class _Stay:
     """One link to the head, and the engine that it is for."""
 
-    def __init__(self, node: _Node, spec: ReplicaSpec, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, node: Node, spec: ReplicaSpec, socket: zmq.Socket[bytes]) -> None:
         self._node, self._spec = node, spec
         self._inbox: asyncio.Queue[FromHead] = asyncio.Queue()
         self._heard = time.monotonic()
@@ -158,6 +203,7 @@ class _Stay:
         self._engine: Launched | None = None
         self._watch: asyncio.Task[str] | None = None
         self._index: int | None = None
+        self._leaving = False
         self.crashed = False
         self._mailbox = Mailbox(socket, self._take)
 
@@ -208,9 +254,13 @@ class _Stay:
                 )
                 self._send(Ended(how))
                 return None
-            now = time.monotonic()
             self._mailbox.read()
+            now = time.monotonic()
             silence = now - self._heard
+            if silence > 2 * PING_SECONDS:
+                self._send(Here())
+            if self._leaving and (self._watch is None or silence > MOST_SILENCE):
+                return None
             if silence > self._limit and now - before < 2 * PING_SECONDS:
                 logger.warning("the head has not been heard for %.1f s: joining again", silence)
                 return None
@@ -236,11 +286,16 @@ class _Stay:
             assert self._watch is not None
             self._send(Ended(await self._watch))
 
+    def leave(self) -> None:
+        self._leaving = True
+        self._send(Leave())
+
     async def close(self) -> None:
         """Tells the head, in case it is there, and leaves no process behind."""
-        self._send(Leave())
-        if self._engine is not None:
+        if self._engine is not None and self._watch is not None and not self._watch.done():
             await self._engine.end(END_SECONDS)
+            self._send(Ended("as its node has stopped"))
+        self._send(Leave())
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)

@@ -53,12 +53,16 @@ class Ended(LinkMessage, tag=True):
 
 
 class Leave(LinkMessage, tag=True):
-    """The node stops."""
+    """The node is told to stop: its engine gets nothing new, and ends when it has finished."""
 
 
 class Pong(LinkMessage, tag=True):
     sent: float  # of the ping
     now: float  # the node's clock
+
+
+class Here(LinkMessage, tag=True):
+    """The head has been silent for long; does it know this link?"""
 
 
 class Ping(LinkMessage, tag=True):
@@ -100,7 +104,7 @@ class Unknown(LinkMessage, tag=True):
     """The head does not know this link: it has been started again, or has given it up."""
 
 
-FromNode = Join | Running | Ended | Leave | Pong
+FromNode = Join | Running | Ended | Leave | Pong | Here
 FromHead = Ping | Refused | Wait | Place | End | Unknown
 
 encoder = msgspec.msgpack.Encoder()

@@ -40,6 +40,10 @@ class Launched(Protocol):
     async def wait(self) -> str:
         """Returns once it has ended: "" after a clean exit, else how ("by signal 9")."""
 
+    async def leaving(self) -> None:
+        """Returns once its machine is wanted back: it is to get nothing new, and to end when it has
+        finished what it has."""
+
     def kill(self, why: str = "", user_error: bool = False) -> None:
         """Ends it now. Idempotent. ``why``: for whoever started it elsewhere; ``user_error``: that
         one must mend something first."""
@@ -138,6 +142,9 @@ class EngineChild:
         if code == 0:
             return ""
         return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+
+    async def leaving(self) -> None:
+        await asyncio.Event().wait()
 
     def kill(self, why: str = "", user_error: bool = False) -> None:
         self._signal(signal.SIGKILL)

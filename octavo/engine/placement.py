@@ -19,6 +19,8 @@ def local_replicas(
     count, world = config.parallel.num_local, config.parallel.world_size
     if count == config.parallel.data_parallel_size == 1:
         return [ReplicaSpec(config, LocalLauncher(command))]
+    if not count:
+        return []
     devices = visible_devices()
     if devices and len(devices) < count * world:
         spelling = "--data-parallel-size"
