@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,12 +174,17 @@ class _Slot:
     async def _dial(self) -> zmq.Socket[bytes] | None:
         """None while the head is not there. Raises LinkError where it does not let us in."""
         node = self._node
+        link: zmq.Socket[bytes] = node.context.socket(zmq.DEALER)
+        # Its own name: the head knows it again when the connection has been cut and is made again.
+        link.routing_id = b"n" + uuid.uuid4().bytes
         dialling = asyncio.ensure_future(
-            asyncio.to_thread(node.wire.dial, zmq.DEALER, node.endpoint, CONNECT_SECONDS)
+            asyncio.to_thread(node.wire.connect, link, node.endpoint, CONNECT_SECONDS)
         )
         try:
-            return await asyncio.shield(dialling)
+            await asyncio.shield(dialling)
+            return link
         except LinkError as error:
+            link.close(linger=0)
             if error.refused:
                 raise
             if time.monotonic() - self._told >= TELL_SECONDS:
@@ -186,9 +192,8 @@ class _Slot:
                 logger.warning("%s; trying again", error)
             return None
         except asyncio.CancelledError:  # its thread has the socket, and gives it back in a moment
-            (found,) = await asyncio.gather(dialling, return_exceptions=True)
-            if isinstance(found, zmq.Socket):
-                found.close(linger=0)
+            await asyncio.gather(dialling, return_exceptions=True)
+            link.close(linger=0)
             raise
 
 
