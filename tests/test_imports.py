@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": EVERYBODY | {"core", "checkpoint", "grammar", "wire"},
     "engine.process": EVERYBODY | {"engine", "collector", "parent", "wire"},
     "engine.start": EVERYBODY
-    | {"core", "checkpoint", "engine", "grammar", "model.facts", "worker"},
+    | {"core", "checkpoint", "engine", "grammar", "model.facts", "model.shard", "worker"},
     "assembly": EVERYBODY | {"engine.messages", "outputs", "text"},
     "ops": set(),
     "quant": EVERYBODY | {"ops", "checkpoint.json_file"},
@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": EVERYBODY | {"ops", "quant", "parallel", "checkpoint"},
     "worker": EVERYBODY
     | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"}
-    | {"wire", "parent"},
+    | {"wire"},
+    "worker.process": EVERYBODY | {"parallel", "core.plan", "grammar", "parent"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement"}

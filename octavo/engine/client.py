@@ -100,12 +100,15 @@ class ProcessClient:
         self.serial = next(_serials)  # no other client in this process has it
         # Begins a request again on another engine, once this one is lost; False: it cannot.
         self.rescue: Callable[[Entry], bool] = lambda entry: False
+        # The first client has started another engine in the place of this one's, which is here.
+        self.on_replaced: Callable[[EngineInfo], None] = lambda info: None
         self.stats = EngineStats(time=0.0)
         self.draining = False
         self.on_step: Callable[[EngineStats], None] | None = None
         self._launcher = launcher or LocalLauncher()
         self._on_progress = on_progress
         self._info: EngineInfo | None = None
+        self._engine = 0  # its number
         self._accounts = Accounts(config.scheduler, seat.count)
         self._health = Health(config.scheduler.step_deadline)
         self.seat = seat
@@ -188,6 +191,12 @@ class ProcessClient:
     def pid(self) -> int | None:
         """Of the engine, where this client has started it."""
         return self._child.pid if self._child is not None else None
+
+    @property
+    def _judges(self) -> bool:
+        """Whether this client ends the engine, where it must be. For the others it stays stalled:
+        the first one may start another in its place."""
+        return self.seat.index == 0
 
     @property
     def alive(self) -> bool:
@@ -408,23 +417,36 @@ class ProcessClient:
         elif isinstance(message, Progress):
             if self._on_progress:
                 self._on_progress(message)
-        elif isinstance(message, Ready) and self._info is None:
-            self._info = message.info
-            self._accounts.begin(message.info.max_num_seqs)
-            self._health.begin(time.monotonic())
-            if not self._ready.done():
-                self._ready.set_result(message.info)
+        elif isinstance(message, Ready) and message.engine != self._engine:
+            self._begin(message)
         elif isinstance(message, PrefixCacheReset):
             call = self._calls.get(message.call)
             if call is not None and not call.done():
                 call.set_result(message.success)
-        elif isinstance(message, Failed):
+        elif isinstance(message, Failed) and (self._judges or self._info is None):
             self.die(message.message, message.user_error)
 
+<<<<<<< HEAD
     @property
     def _clock_offset(self) -> float:
         """From the engine's clock to this machine's."""
         return self._child.clock_offset if self._child is not None else 0.0
+=======
+    def _begin(self, ready: Ready) -> None:
+        """The engine has loaded: the first one, or one in the place of one that died."""
+        replaced = self._info is not None
+        if replaced:
+            self._lose(EngineLost("the engine has been started again"))
+            self.serial = next(_serials)
+            self._health = Health(self.config.scheduler.step_deadline)
+        self._info, self._engine = ready.info, ready.engine
+        self._accounts.begin(ready.info.max_num_seqs)
+        self._health.begin(time.monotonic())
+        if replaced:
+            self.on_replaced(ready.info)
+        elif not self._ready.done():
+            self._ready.set_result(ready.info)
+>>>>>>> main
 
     def _fan_out(self, outputs: Outputs) -> None:
         self.stats = stats = outputs.stats
@@ -494,8 +516,10 @@ class ProcessClient:
             self._judge(now)
 
     def _judge(self, now: float) -> None:
-        if fault := self._health.judge(now):
+        fault = self._health.judge(now)
+        if fault and self._judges:
             self.die(fault)
+<<<<<<< HEAD
         elif self._health.stalled and self._accounts.entries:
             self._lost += self._lose(EngineLost(self._health.stalled))
             self._free(self._lost)
@@ -513,6 +537,12 @@ class ProcessClient:
             self.die("its connection was cut while it loaded")
         elif self._accounts.entries:
             self._lost += self._lose(EngineLost("the connection to the engine was cut"))
+=======
+            return
+        self._health.stalled = fault or self._health.stalled
+        if self._health.stalled and self._accounts.entries:
+            self._free(self._lose(EngineLost(self._health.stalled)))
+>>>>>>> main
 
     def die(self, why: str, user_error: bool = False) -> None:
         """Ends the engine, and everything that waits for it. The first reason counts."""

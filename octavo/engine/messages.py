@@ -130,7 +130,10 @@ class EngineInfo(msgspec.Struct):
 
 
 class Ready(Message, tag=True):
+    """``engine``: a number that an engine which is later started in its place does not have."""
+
     info: EngineInfo
+    engine: int = 0
 
 
 class Started(msgspec.Struct, array_like=True):

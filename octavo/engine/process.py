@@ -93,6 +93,7 @@ class EngineLoop:
         self._config = config
         self._heart: Heart | None = None
         self._draining = False
+        self._number = time.time_ns()
 
     def start(self) -> None:
         """Loads the model and says Ready. Raises ConfigError for what the user can mend."""
@@ -103,7 +104,7 @@ class EngineLoop:
             lambda *news: self._send(Progress(*news)),
             self._seats.directory,
         )
-        self._send(Ready(self.engine.info))
+        self._send(self._ready())
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
         self._heart = Heart(self._seats, self)
         self._heart.start()
@@ -141,6 +142,9 @@ class EngineLoop:
         self._send(Outputs(self.engine.stats()))
         return True
 
+    def _ready(self) -> Ready:
+        return Ready(self.engine.info, self._number)
+
     def _send(self, message: Message) -> None:
         self._seats.send(message)
 
@@ -171,7 +175,7 @@ class EngineLoop:
                 self._seats.send_to(client, PrefixCacheReset(message.call, done))
             case Hello():
                 self._seats.take(message.client)
-                self._seats.send_to(message.client, Ready(self.engine.info))
+                self._seats.send_to(message.client, self._ready())
             case Bye():
                 self._seats.leave(message.client)
                 self.engine.abort_client(message.client)

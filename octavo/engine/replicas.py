@@ -85,6 +85,7 @@ class Replicas:
         self.dead = asyncio.Event()
         self._opened = asyncio.Event()
         self.directory = self.seat.directory or Path(tempfile.mkdtemp(prefix="octavo-"))
+<<<<<<< HEAD
         for index, spec in enumerate(self._specs):
             self.replicas.append(Replica(index, spec, partial(self._client, index, spec)))
         own = [replica for replica in self.replicas if not replica.spec.joins]
@@ -92,6 +93,11 @@ class Replicas:
         for replica in self.replicas:
             if replica.spec.joins:
                 self._tasks.append(self._loop.create_task(self._welcome(replica)))
+=======
+        for spec in self._specs:
+            self._make(spec)
+        await asyncio.gather(*(replica.client.start() for replica in self.replicas))
+>>>>>>> main
 
     async def ready(self) -> EngineInfo:
         """Waits until all that do not join have loaded, or else one that does. Raises ConfigError
@@ -110,10 +116,26 @@ class Replicas:
         await self._opened.wait()
         return self.info
 
+<<<<<<< HEAD
     def _serve_with(self, replicas: list[Replica]) -> None:
         """From now on requests are taken, and those who join are measured by these."""
         self._info = common_info([r.found for r in replicas if r.found is not None])
         self._opened.set()
+=======
+    async def add(self, spec: ReplicaSpec) -> Replica:
+        """A further replica, while the others serve: returns once it does, too. Raises ConfigError
+        or EngineDead where its engine cannot start; it is then left out."""
+        replica = self._make(spec)
+        try:
+            await replica.client.start()
+            await self._loaded(replica)
+        except (ConfigError, EngineDead) as error:
+            replica.given_up = str(error)
+            replica.client.die(str(error))
+            raise
+        self._tasks.append(self._loop.create_task(self._keep(replica)))
+        return replica
+>>>>>>> main
 
     @property
     def info(self) -> EngineInfo:
@@ -129,7 +151,7 @@ class Replicas:
 
     def problem(self) -> str | None:
         """Why nothing can be served now, or None while one replica serves."""
-        if any(replica.client.problem() is None for replica in self.replicas):
+        if any(replica.problem() is None for replica in self.replicas):
             return None if self._info is not None else "the model is still loading"
         problems = [(replica.index, replica.problem()) for replica in self.replicas]
         if len(problems) == 1:
@@ -233,8 +255,11 @@ class Replicas:
         return all(done) and not silent
 
     def send_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Before the first request with a grammar. Engines that start later get it, too."""
+        """Before the first request with a grammar, by the first of several API processes. All of
+        them give it to engines that start later, so that none comes too late with it."""
         self._vocabulary = vocabulary
+        if self.seat.index:
+            return
         for replica in self.replicas:
             replica.client.send_vocabulary(vocabulary)
 
@@ -309,11 +334,19 @@ class Replicas:
 
     # ---- engines that come and go ----
 
+    def _make(self, spec: ReplicaSpec) -> Replica:
+        """A replica whose engine is yet to be started."""
+        index = len(self.replicas)
+        replica = Replica(index, spec, partial(self._client, index, spec))
+        self.replicas.append(replica)
+        self.router.add(index, 0)
+        return replica
+
     def _client(self, index: int, spec: ReplicaSpec) -> ProcessClient:
         """Of the next engine in a replica's place."""
         directory = self.directory / str(index)
         directory.mkdir(exist_ok=True)
-        name = f"replica {index}" if len(self._specs) > 1 else ""
+        name = f"replica {index}" if index or len(self._specs) > 1 else ""
         starting = self._info is None
         client = ProcessClient(
             spec.config,
@@ -324,6 +357,7 @@ class Replicas:
         )
         client.on_step = lambda stats: self.on_step(index, stats)
         client.rescue = lambda entry: self._rescue(self.replicas[index], entry)
+        client.on_replaced = lambda info: self._welcome(self.replicas[index], info)
         return client
 
     async def _loaded(self, replica: Replica) -> None:
@@ -331,21 +365,38 @@ class Replicas:
         try:
             info = await replica.client.ready()
         except OctavoError as error:
-            if len(self._specs) == 1:
+            if len(self.replicas) == 1:
                 raise
             raise type(error)(f"replica {replica.index}: {error}") from None
+<<<<<<< HEAD
         if replica.spec.joins:
             await self._check(replica, info)
+=======
+        self._settle(replica, info)
+
+    def _welcome(self, replica: Replica, info: EngineInfo) -> None:
+        """Another API process has started a replica's engine again."""
+        replica.replaced()
+        self._settle(replica, info)
+
+    def _settle(self, replica: Replica, info: EngineInfo) -> None:
+        """Takes into service an engine that has loaded, and knows nothing yet."""
+>>>>>>> main
         replica.found = info
         self.router.add(replica.index, info.num_blocks * info.block_size)
         if self._vocabulary is not None:
             replica.client.send_vocabulary(self._vocabulary)
+<<<<<<< HEAD
         if self._info is not None:
+=======
+        if self._info is not None or all(r.found for r in self.replicas):
+>>>>>>> main
             self._info = common_info([r.found for r in self.replicas if r.found is not None])
         now = time.monotonic()
         others = [r.load(now).recent for r in self.replicas if r is not replica and r.serves]
         mean = sum(others) / len(others) if others else 0.0
         replica.work.restart(mean, computed_tokens(replica.client.stats), now)
+        replica.in_service = True
 
     async def _check(self, replica: Replica, info: EngineInfo) -> None:
         """Raises ConfigError where a joining engine does not fit those that serve. Those of this
@@ -392,10 +443,10 @@ class Replicas:
                 return
             pause = replica.restarts.pause(time.monotonic())
             if pause is None:
-                replica.state = f"it was started {MOST_RESTARTS} times in {RESTART_WINDOW:g} s"
+                replica.given_up = f"it was started {MOST_RESTARTS} times in {RESTART_WINDOW:g} s"
                 logger.error(
                     "replica %d: %s; %s and is left out from now on; %d of %d serve",
-                    replica.index, why, replica.state, self.num_serving, len(self.replicas),
+                    replica.index, why, replica.given_up, self.num_serving, len(self.replicas),
                 )  # fmt: skip
                 return
             logger.error(

@@ -3,13 +3,13 @@
 Work is counted in tokens. Of each replica the router knows two sums: ``outstanding``, what it has
 been given and has not done, and ``recent``, what it has computed lately. A request costs
 ``outstanding`` + the prompt tokens that the replica would have to compute, which are fewer where it
-holds a prefix of the prompt; the replica with the least is taken. That alone lets one replica keep
-every conversation that begins with the same system prompt while it is fast enough, so there is a
-balance guard: a replica is left out while its load (outstanding + recent) is above ``BALANCE``
-times the mean load plus the tokens of the prefix it holds. The prefix is in the bound because what
-is saved may be worth that much imbalance and no more: a lone conversation stays where its history
-is, and a short system prompt pulls nobody to a replica that has clearly more to do. The replica
-with the least load is never left out.
+holds a prefix of the prompt; the replica with the least is taken, of equals the one with the least
+load (outstanding + recent). That alone lets one replica keep every conversation that begins with
+the same system prompt while it is fast enough, so there is a balance guard: the prefix that a
+replica holds does not count while its load is above ``BALANCE`` times the mean load plus the
+tokens of that prefix. They are in the bound because what is saved may be worth that much imbalance
+and no more: a lone conversation stays where its history is, and a short system prompt draws nobody
+to a replica that has clearly done more.
 
 Prefixes are known by hashes of blocks of ids, chained over (salt, ids) with blake2b: a hint, kept
 per replica in the order of last use and bounded by the size of its KV cache. Nothing is asked of
@@ -32,8 +32,7 @@ LARGE_BLOCK_TOKENS = 1024
 # Tokens that a sequence still has to compute after its prompt, when nothing else is known: half of
 # the 256 that outputs are taken to have.
 SEQUENCE_TOKENS = 128
-# With two replicas no more than 55 % of the lately computed tokens are one's, but for what
-# prefixes are worth.
+# With two replicas prefixes draw no more than 55 % of the work to one, but for what they are worth.
 BALANCE = 1.1
 HALF_LIFE = 60.0  # seconds in which half of what was computed is forgotten
 
@@ -136,11 +135,12 @@ class Router:
         mean = sum(load.total for load in loads.values()) / len(loads)
 
         def cost(replica: int) -> tuple[float, float, int]:
-            load = loads[replica]
-            return load.outstanding + num_tokens - cached[replica], load.total, replica
+            load, saved = loads[replica], cached[replica]
+            if load.total > BALANCE * mean + saved:
+                saved = 0
+            return load.outstanding + num_tokens - saved, load.total, replica
 
-        balanced = [i for i, load in loads.items() if load.total <= BALANCE * mean + cached[i]]
-        chosen = min(balanced, key=cost)
+        chosen = min(loads, key=cost)
         return chosen, cached[chosen]
 
     def use(self, replica: int, keys: Sequence[bytes]) -> None:

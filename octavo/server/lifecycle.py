@@ -68,11 +68,6 @@ def serve(
     ``engine_command`` replaces the engine process (tests). Raises ConfigError for what the user
     can mend: a taken port, a model that cannot be loaded.
     """
-    if server.api_server_count > 1 and config.parallel.data_parallel_size > 1:
-        raise ConfigError(
-            f"--api-server-count {server.api_server_count} with --data-parallel-size "
-            f"{config.parallel.data_parallel_size}: not in this version; use 1 for one of them"
-        )
     listener, address = bind(server)
     try:
         running = Server(config, server, files, log, listener, address, engine_command)
@@ -271,7 +266,7 @@ class Server:
         self._state.metrics.size_by_tokens(info.max_model_len)
         if self._seat.count > 1:
             self._state.metrics.share(Board(self._client.directory))
-        if self._state.tokenizer is not None and self._seat.index == 0:
+        if self._state.tokenizer is not None:
             # The engine makes its tables of it while it is idle.
             self._client.send_vocabulary(self._state.vocabulary())
         collector.settle()

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,9 @@ from octavo.worker.topology import Topology, difference
 
 logger = logging.getLogger(__name__)
 
+WORKER_COMMAND = (sys.executable, "-m", "octavo.worker.process")
 POLL_MS = 100
+BEAT_SECONDS = 0.5
 SILENCE = 1.5  # seconds after which a rank counts as stalled; it beats every 0.5 s
 START_SECONDS = 60.0  # for a process of this host to call
 END_SECONDS = 5.0  # for a process to end once it was told to
@@ -99,11 +101,16 @@ class GroupExecutor:
     num_pending = 0
 
     def __init__(
-        self, config: EngineConfig, grammars: Grammars, directory: Path | None = None
+        self,
+        config: EngineConfig,
+        grammars: Grammars,
+        directory: Path | None = None,
+        command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
         """``grammars``: of the requests whose plans will be submitted. ``directory``: for the
-        socket; None: a temporary one."""
+        socket; None: a temporary one. ``command``: starts a worker."""
         self._config = config
+        self._command = command
         self._topology = Topology.of(config)
         self.num_stages = self._topology.pipeline_size
         self._ranks = [Rank(number) for number in range(self._topology.size)]
@@ -119,6 +126,7 @@ class GroupExecutor:
         self._answers: Answers | None = None
         self._store: messages.StoreOpen | None = None
         self._progress: Progress = lambda *news: None
+        self._beat = 0.0  # when the ranks were last told that this process lives
         self.problem = ""
         grammars.mirror = GrammarsElsewhere(self)
 
@@ -162,9 +170,9 @@ class GroupExecutor:
         parallel = replace(self._config.parallel, cpu_threads=threads)
         given = msgspec.msgpack.encode(replace(self._config, parallel=parallel))
         for rank in self._ranks[:per_node]:
-            command = [sys.executable, "-m", "octavo.worker.process", self._endpoint]
+            numbers = (rank.number, rank.number, os.getpid())
             rank.process = subprocess.Popen(
-                [*command, str(rank.number), str(rank.number), str(os.getpid())],
+                [*self._command, self._endpoint, *map(str, numbers)],
                 stdin=subprocess.PIPE,
                 env=child_environment(threads),
             )
@@ -401,18 +409,22 @@ class GroupExecutor:
     # ---- watching ----
 
     def _check(self) -> None:
-        """Raises EngineDead for a rank that has ended, that hangs, or that failed alone."""
+        """Tells the ranks that this process lives. Raises EngineDead for a rank that has ended,
+        that hangs, or that failed alone."""
         now = time.monotonic()
+        if now - self._beat > BEAT_SECONDS:
+            self._beat = now
+            self._tell(messages.Beat())
         for rank in self._ranks:
             if rank.process is not None and (code := rank.process.poll()) is not None:
                 how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
                 self._receive(0)  # it may have said why
                 raise EngineDead(f"{rank} {how}")
+        deadline = self._config.scheduler.step_deadline
         for step, of_step in self._faults.items():
-            if now - self._fault_began > SAME_FAULT_SECONDS:
+            if now - self._fault_began > min(SAME_FAULT_SECONDS, deadline / 2):
                 number, message = next(iter(of_step.items()))
                 raise EngineDead(f"{self._ranks[number]} failed alone in step {step}: {message}")
-        deadline = self._config.scheduler.step_deadline
         called = [rank for rank in self._ranks if rank.hello is not None]
         silent = max(called, key=lambda rank: now - rank.heard, default=None)
         silence = now - silent.heard if silent is not None else 0.0

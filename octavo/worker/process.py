@@ -10,6 +10,7 @@ the others.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -196,7 +197,9 @@ class Worker:
         self._reports = rank == self._topology.reporter
         self._grammars = Grammars() if self._reports else None
         self._reader = Reader(connection, self._grammars)
-        silence = max(config.scheduler.step_deadline, 5.0)
+        # On its own host a worker ends with its parent.
+        apart = not endpoint.startswith("ipc:")
+        silence = max(config.scheduler.step_deadline, 5.0) if apart else math.inf
         self._heart = Heart(connection, self._reader, silence)
         self._unsent: deque[int] = deque()  # steps whose results are to come
 

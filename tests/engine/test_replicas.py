@@ -340,6 +340,29 @@ def test_a_request_that_fits_one_fits_all():
     run(main())
 
 
+def test_a_replica_may_join_later():
+    async def main():
+        async with replicas(1, **SLOW) as client:
+            streams = [submit(client, "endless", **LONG) for _ in range(3)]
+            (more,) = local_replicas(EngineConfig(), mock_command(num_blocks=20, **SLOW))
+            replica = await client.add(more)
+            assert (replica.index, client.num_serving) == (1, 2)
+            assert client.info.num_blocks == 20
+            await collect(submit(client, "say:here"))
+            assert replica.num_admitted == 1
+            (broken,) = local_replicas(EngineConfig(), mock_command(fail="no such model"))
+            with pytest.raises(ConfigError, match="replica 2: no such model"):
+                await client.add(broken)
+            assert "no such model" in client.replicas[2].problem()
+            os.kill(replica.client.pid, signal.SIGKILL)
+            await until(lambda: client.num_serving == 1)
+            await until(lambda: client.num_serving == 2)
+            for stream in streams:
+                client.abort(list(stream.open))
+
+    run(main())
+
+
 def test_drain_lets_both_finish():
     async def main():
         async with replicas(**SLOW) as client:
