@@ -426,12 +426,11 @@ class ProcessClient:
         elif isinstance(message, Failed) and (self._judges or self._info is None):
             self.die(message.message, message.user_error)
 
-<<<<<<< HEAD
     @property
     def _clock_offset(self) -> float:
         """From the engine's clock to this machine's."""
         return self._child.clock_offset if self._child is not None else 0.0
-=======
+
     def _begin(self, ready: Ready) -> None:
         """The engine has loaded: the first one, or one in the place of one that died."""
         replaced = self._info is not None
@@ -446,7 +445,6 @@ class ProcessClient:
             self.on_replaced(ready.info)
         elif not self._ready.done():
             self._ready.set_result(ready.info)
->>>>>>> main
 
     def _fan_out(self, outputs: Outputs) -> None:
         self.stats = stats = outputs.stats
@@ -519,8 +517,9 @@ class ProcessClient:
         fault = self._health.judge(now)
         if fault and self._judges:
             self.die(fault)
-<<<<<<< HEAD
-        elif self._health.stalled and self._accounts.entries:
+            return
+        self._health.stalled = fault or self._health.stalled
+        if self._health.stalled and self._accounts.entries:
             self._lost += self._lose(EngineLost(self._health.stalled))
             self._free(self._lost)
         elif self._lost and not self._health.stalled:  # what was sent while it stood still is gone
@@ -537,12 +536,6 @@ class ProcessClient:
             self.die("its connection was cut while it loaded")
         elif self._accounts.entries:
             self._lost += self._lose(EngineLost("the connection to the engine was cut"))
-=======
-            return
-        self._health.stalled = fault or self._health.stalled
-        if self._health.stalled and self._accounts.entries:
-            self._free(self._lose(EngineLost(self._health.stalled)))
->>>>>>> main
 
     def die(self, why: str, user_error: bool = False) -> None:
         """Ends the engine, and everything that waits for it. The first reason counts."""

@@ -132,6 +132,13 @@ def common_config(head: EngineConfig, node: EngineConfig) -> EngineConfig:
     """What the node's engine runs with: the head's configuration, with the node's own choices where
     it may make them. Raises ConfigError, naming them, for flags given on the node that say
     something else than the head's."""
+    world, num_local = head.parallel.world_size, node.parallel.num_local
+    if num_local > 1 and node.parallel.world_size != world:
+        raise ConfigError(
+            f"this node divides its devices among {num_local} replicas of "
+            f"{node.parallel.world_size}, the head's have {world}: start it with the head's "
+            f"-tp {head.parallel.tensor_parallel_size} -pp {head.parallel.pipeline_parallel_size}"
+        )
     differences: list[str] = []
     merged: EngineConfig = _merged(head, node, differences)
     if differences:

@@ -85,19 +85,13 @@ class Replicas:
         self.dead = asyncio.Event()
         self._opened = asyncio.Event()
         self.directory = self.seat.directory or Path(tempfile.mkdtemp(prefix="octavo-"))
-<<<<<<< HEAD
-        for index, spec in enumerate(self._specs):
-            self.replicas.append(Replica(index, spec, partial(self._client, index, spec)))
+        for spec in self._specs:
+            self._make(spec)
         own = [replica for replica in self.replicas if not replica.spec.joins]
         await asyncio.gather(*(replica.client.start() for replica in own))
         for replica in self.replicas:
             if replica.spec.joins:
-                self._tasks.append(self._loop.create_task(self._welcome(replica)))
-=======
-        for spec in self._specs:
-            self._make(spec)
-        await asyncio.gather(*(replica.client.start() for replica in self.replicas))
->>>>>>> main
+                self._tasks.append(self._loop.create_task(self._take_in(replica)))
 
     async def ready(self) -> EngineInfo:
         """Waits until all that do not join have loaded, or else one that does. Raises ConfigError
@@ -116,12 +110,11 @@ class Replicas:
         await self._opened.wait()
         return self.info
 
-<<<<<<< HEAD
     def _serve_with(self, replicas: list[Replica]) -> None:
         """From now on requests are taken, and those who join are measured by these."""
         self._info = common_info([r.found for r in replicas if r.found is not None])
         self._opened.set()
-=======
+
     async def add(self, spec: ReplicaSpec) -> Replica:
         """A further replica, while the others serve: returns once it does, too. Raises ConfigError
         or EngineDead where its engine cannot start; it is then left out."""
@@ -135,7 +128,6 @@ class Replicas:
             raise
         self._tasks.append(self._loop.create_task(self._keep(replica)))
         return replica
->>>>>>> main
 
     @property
     def info(self) -> EngineInfo:
@@ -368,10 +360,8 @@ class Replicas:
             if len(self.replicas) == 1:
                 raise
             raise type(error)(f"replica {replica.index}: {error}") from None
-<<<<<<< HEAD
         if replica.spec.joins:
             await self._check(replica, info)
-=======
         self._settle(replica, info)
 
     def _welcome(self, replica: Replica, info: EngineInfo) -> None:
@@ -381,16 +371,11 @@ class Replicas:
 
     def _settle(self, replica: Replica, info: EngineInfo) -> None:
         """Takes into service an engine that has loaded, and knows nothing yet."""
->>>>>>> main
         replica.found = info
         self.router.add(replica.index, info.num_blocks * info.block_size)
         if self._vocabulary is not None:
             replica.client.send_vocabulary(self._vocabulary)
-<<<<<<< HEAD
-        if self._info is not None:
-=======
         if self._info is not None or all(r.found for r in self.replicas):
->>>>>>> main
             self._info = common_info([r.found for r in self.replicas if r.found is not None])
         now = time.monotonic()
         others = [r.load(now).recent for r in self.replicas if r is not replica and r.serves]
@@ -407,7 +392,7 @@ class Replicas:
         await self._opened.wait()
         check_same_engine(self.info, info)
 
-    async def _welcome(self, replica: Replica) -> None:
+    async def _take_in(self, replica: Replica) -> None:
         """Takes in one engine after the other that joins in this place."""
         while not self.draining:
             client = replica.client

@@ -68,6 +68,11 @@ def serve(
     ``engine_command`` replaces the engine process (tests). Raises ConfigError for what the user
     can mend: a taken port, a model that cannot be loaded.
     """
+    if server.api_server_count > 1 and config.parallel.num_joining:
+        raise ConfigError(
+            f"--api-server-count {server.api_server_count} with replicas that join: not in this "
+            "version; use 1"
+        )
     listener, address = bind(server)
     try:
         running = Server(config, server, files, log, listener, address, engine_command)
