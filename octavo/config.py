@@ -316,6 +316,11 @@ class ParallelConfig:
         return 0 if self.data_parallel_backend == "ray" else self.data_parallel_size
 
     @property
+    def joined_everywhere(self) -> bool:
+        """Ray knows by which address its nodes reach this one; nobody has to choose it."""
+        return self.data_parallel_backend == "ray" and self.data_parallel_address == "127.0.0.1"
+
+    @property
     def num_joining(self) -> int:
         """Replicas of other nodes, which join."""
         return 0 if self.headless else self.data_parallel_size - self.num_local
@@ -514,6 +519,11 @@ def cluster_secret(file: str | None) -> bytes | None:
 def environment_without_keys() -> dict[str, str]:
     """Of child processes: keys stay with the server that they guard."""
     return {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
+
+
+def environment_with(changes: dict[str, str]) -> dict[str, str]:
+    """This process's environment and ``changes``, for a child."""
+    return {**os.environ, **changes}
 
 
 def model_cache_dir() -> Path:

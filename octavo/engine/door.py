@@ -128,14 +128,19 @@ class RemoteEngine:
 class Door:
     """Takes joining nodes in. ``facts``: of the head's checkpoint (``checkpoint_facts``)."""
 
-    def __init__(self, config: EngineConfig, facts: dict[str, str]) -> None:
-        """Listens. Raises ConfigError where the ports cannot be had, or lack a secret."""
+    def __init__(
+        self, config: EngineConfig, facts: dict[str, str], secret: bytes | None = None
+    ) -> None:
+        """Listens. ``secret``: where it is not the configuration's. Raises ConfigError where the
+        ports cannot be had, or lack a secret."""
         parallel = config.parallel
         self._config, self._facts = config, facts
-        self.secret = cluster_secret(parallel.cluster_secret_file)
+        self.secret = secret or cluster_secret(parallel.cluster_secret_file)
         self._context = zmq.Context()
         self._wire = Wire(self._context, self.secret)
         host, port = parallel.data_parallel_address, parallel.data_parallel_rpc_port
+        if parallel.joined_everywhere:
+            host = "0.0.0.0"
         self.host = f"[{host}]" if ":" in host else host
         self._guests: dict[bytes, Guest] = {}
         self._placed: dict[bytes, Guest] = {}
