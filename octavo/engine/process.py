@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from octavo import collector
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, cluster_secret
 from octavo.engine.messages import (
     CLIENT_SHIFT,
     Abort,
@@ -87,7 +87,9 @@ class EngineLoop:
 
     def __init__(self, config: EngineConfig, inboxes: str, outboxes: str) -> None:
         self._context = zmq.Context()
-        self._seats = Seats(self._context, inboxes, outboxes)
+        remote = inboxes.startswith("tcp:")
+        secret = cluster_secret(config.parallel.cluster_secret_file) if remote else None
+        self._seats = Seats(self._context, inboxes, outboxes, secret)
         self._inbox = self._seats.inbox
         self._config = config
         self._heart: Heart | None = None

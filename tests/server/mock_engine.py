@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, cluster_secret
 from octavo.engine import messages as m
 from octavo.engine.seats import Seats
 from octavo.types import FinishReason, RequestTimings
@@ -69,7 +69,7 @@ class MockEngine:
         self.options = options
         context = zmq.Context()
         self.context = context
-        self.seats = Seats(context, inbox, outbox)
+        self.seats = Seats(context, inbox, outbox, cluster_secret(None))
         self.inbox = self.seats.inbox
         self.waiting: list[m.AddRequest] = []
         self.running: dict[int, Row] = {}
