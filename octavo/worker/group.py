@@ -196,8 +196,10 @@ class GroupExecutor:
         address = f"ipc://{self._directory}/workers-{os.getpid()}"
         if parallel.nnodes > 1:
             address = node_endpoint(parallel)
-        self._socket, self._endpoint = self._wire.listen(zmq.ROUTER, address)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that connects again
+        self._endpoint = self._wire.bind(self._socket, address)
 
     def _launch(self) -> None:
         for number, process in launch_ranks(self._config, 0, self._endpoint, self._command).items():
