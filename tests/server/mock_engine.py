@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, cluster_secret
 from octavo.engine import messages as m
 from octavo.engine.seats import Seats
 from octavo.types import FinishReason, RequestTimings
@@ -69,7 +69,7 @@ class MockEngine:
         self.options = options
         context = zmq.Context()
         self.context = context
-        self.seats = Seats(context, inbox, outbox)
+        self.seats = Seats(context, inbox, outbox, cluster_secret(None))
         self.inbox = self.seats.inbox
         self.waiting: list[m.AddRequest] = []
         self.running: dict[int, Row] = {}
@@ -103,7 +103,7 @@ class MockEngine:
             startup_seconds={"weights": o.load_seconds}, reasons={"dtype": "mock"},
             default_sampling=o.default_sampling, hidden_size=4,
         )  # fmt: skip
-        self.send(m.Ready(self.info))
+        self.send(m.Ready(self.info, os.getpid()))
         self.send(m.Outputs(stats=self.stats))
         threading.Thread(target=self.beat, daemon=True).start()
 
@@ -133,7 +133,7 @@ class MockEngine:
                 self.seats.send_to(message.call >> m.CLIENT_SHIFT, reset)
             elif isinstance(message, m.Hello):
                 self.seats.take(message.client)
-                self.seats.send_to(message.client, m.Ready(self.info))
+                self.seats.send_to(message.client, m.Ready(self.info, os.getpid()))
             elif isinstance(message, m.Bye):
                 self.seats.leave(message.client)
                 gone = [h for h in self.running if h >> m.CLIENT_SHIFT == message.client]
