@@ -270,6 +270,11 @@ class ParallelConfig:
         """Devices of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def rank_memory(self) -> int | None:
+        """Bytes that the process of one of a replica's devices may count on."""
+        return None if self.replica_memory is None else self.replica_memory // self.world_size
+
 
 def check_structured_outputs(settings: dict[str, Any]) -> None:
     """Raises ConfigError for a setting of --structured-outputs-config that is not there."""
