@@ -107,13 +107,17 @@ class Wire:
             raise ConfigError(f"{address}: {why}; {hint}") from None
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def dial(self, kind: int, endpoint: str, within: float | None = None) -> Socket:
+    def dial(
+        self, kind: int, endpoint: str, within: float | None = None, identity: bytes = b""
+    ) -> Socket:
         """A socket of ``kind`` that connects to ``endpoint``, again and again when it is cut off.
 
         ``within``: seconds to wait for the connection; LinkError says why there is none. Without,
-        the socket is returned at once.
+        the socket is returned at once. ``identity``: by which a ROUTER at the other end knows it.
         """
         socket = self._socket(kind, endpoint)
+        if identity:
+            socket.setsockopt(zmq.IDENTITY, identity)
         if endpoint.startswith("tcp:") and self._keys is not None:
             socket.curve_serverkey = self._keys.server[0]
             socket.curve_publickey, socket.curve_secretkey = self._keys.client
@@ -144,6 +148,7 @@ class Wire:
 
     def _socket(self, kind: int, address: str) -> Socket:
         socket: Socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped because a peer is slow
         if not address.startswith("tcp:"):
             return socket
         socket.ipv6 = "[" in address

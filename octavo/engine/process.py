@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -90,6 +91,7 @@ class EngineLoop:
         self._inbox = self._seats.inbox
         self._config = config
         self._heart: Heart | None = None
+        self._abandon: Callable[[], None] = lambda: None
         self._draining = False
         self._number = time.time_ns()
 
@@ -102,6 +104,7 @@ class EngineLoop:
             lambda *news: self._send(Progress(*news)),
             self._seats.directory,
         )
+        self._abandon = self._executor.abandon
         self._send(self._ready())
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
         self._heart = Heart(self._seats, self)
@@ -129,6 +132,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """Sends what is queued, for at most two seconds."""
+        self._abandon()
         if self._heart is not None:
             self._heart.stop()
         self._context.destroy(linger=2000)
@@ -189,6 +193,8 @@ def main() -> int:
     several = config.parallel.data_parallel_size > 1
     name = f"engine {config.parallel.replica}" if several else "engine"
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s {name}: %(message)s")
+    if config.parallel.nnodes > 1:  # on this host ranks end with this process
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     loop = EngineLoop(config, inbox, outbox)
     try:
         loop.start()
