@@ -21,7 +21,7 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,7 @@ class RandomRouter(Router):
         self._random = random.Random(1)
 
     def choose(
-        self,
-        keys: Sequence[bytes],
-        num_tokens: int,
-        loads: dict[int, Load],  # type: ignore[override]
+        self, keys: Sequence[bytes], num_tokens: int, loads: Mapping[int, Load], hint: bytes = b""
     ) -> tuple[int, int]:
         return self._random.choice(sorted(loads)), 0
 

@@ -285,6 +285,31 @@ class ParallelConfig:
     distributed_executor_backend: str | None = flag(
         None, "uni for one device, else mp or ray", group="parallel", choices=("uni", "mp", "ray")
     )
+    nnodes: int = flag(
+        1,
+        "machines that an engine's devices are on, as many on each: start the same command on all, "
+        "with its --node-rank",
+        "-n",
+        group="parallel",
+        minimum=1,
+    )
+    node_rank: int = flag(
+        0,
+        "which of them this is: 0 serves, the others lend their devices to it",
+        "-r",
+        group="parallel",
+        minimum=0,
+    )
+    master_addr: str = flag(
+        "127.0.0.1", "address of machine 0, as the others reach it", group="parallel"
+    )
+    master_port: int = flag(
+        29501,
+        "port on which machine 0 waits for the others",
+        group="parallel",
+        minimum=1,
+        maximum=65535,
+    )
     cluster_secret_file: str | None = flag(
         None,
         "file with the secret that the hosts of a cluster share (also OCTAVO_CLUSTER_SECRET); "
@@ -557,6 +582,16 @@ def child_environment(threads: int, devices: str | None = None) -> dict[str, str
     }
 
 
+def worker_environment(threads: int, interface: str | None) -> dict[str, str]:
+    """Of a worker among several. ``interface``: the network interface by which they reach each
+    other; None: NCCL and gloo choose. What the user has set stays. NVLink multicast stays off: not
+    every host lends it, and a process that asks for it in vain can hang."""
+    found = {"NCCL_NVLS_ENABLE": "0"}
+    if interface is not None:
+        found |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {**found, **child_environment(threads)}
+
+
 def visible_devices() -> list[str]:
     """The GPUs that CUDA would show to this process, as CUDA_VISIBLE_DEVICES names them: those of
     that variable, else all whose device files are here. Not asked of CUDA, which would take
@@ -607,9 +642,30 @@ def require_one_engine(config: EngineConfig) -> None:
         )
 
 
+def _check_nodes(parallel: ParallelConfig) -> None:
+    """Raises ConfigError for machines among which an engine's devices cannot be divided."""
+    world, nodes = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, parallel.nnodes
+    if parallel.node_rank >= nodes:
+        raise ConfigError(
+            f"--node-rank {parallel.node_rank}: --nnodes {nodes} are 0 to {nodes - 1}"
+        )
+    if nodes > 1 and world % nodes:
+        raise ConfigError(
+            f"--nnodes {nodes}: {world} devices (-tp {parallel.tensor_parallel_size} x -pp "
+            f"{parallel.pipeline_parallel_size}) do not divide among them; their product must be a "
+            f"multiple of {nodes}"
+        )
+    if nodes > 1 and parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"--nnodes {nodes} with --data-parallel-size {parallel.data_parallel_size}: one engine "
+            "spans machines, or several share a port; not both in this version"
+        )
+
+
 def reject_unsupported(config: EngineConfig) -> None:
     """Raises ConfigError for a value that parses but that this version cannot run."""
     parallel = config.parallel
+    _check_nodes(parallel)
     backend = parallel.distributed_executor_backend
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if backend == "ray":

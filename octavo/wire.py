@@ -91,7 +91,7 @@ class Wire:
         Raises ConfigError for an address that is not of this machine or is taken, and for one that
         other hosts can reach where there is no secret.
         """
-        socket: Socket = self._context.socket(kind)
+        socket = self._socket(kind)
         try:
             return socket, self.bind(socket, address)
         except ConfigError:
@@ -120,13 +120,17 @@ class Wire:
             raise ConfigError(f"{address}: {why}; {hint}") from None
         return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def dial(self, kind: int, endpoint: str, within: float | None = None) -> Socket:
+    def dial(
+        self, kind: int, endpoint: str, within: float | None = None, identity: bytes = b""
+    ) -> Socket:
         """A socket of ``kind`` that connects to ``endpoint``, again and again when it is cut off.
 
         ``within``: seconds to wait for the connection; LinkError says why there is none. Without,
-        the socket is returned at once.
+        the socket is returned at once. ``identity``: by which a ROUTER at the other end knows it.
         """
-        socket: Socket = self._context.socket(kind)
+        socket = self._socket(kind)
+        if identity:
+            socket.setsockopt(zmq.IDENTITY, identity)
         try:
             self.connect(socket, endpoint, within)
         except LinkError:
@@ -152,6 +156,11 @@ class Wire:
         if self._doorman is not None:
             self._doorman.stop()
             self._doorman = None
+
+    def _socket(self, kind: int) -> Socket:
+        socket: Socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped because a peer is slow
+        return socket
 
     def _guard(self, keys: Keys) -> None:
         """Of each context ZMQ asks one authenticator."""

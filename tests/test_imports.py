@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker.process": EVERYBODY | {"parallel", "core.plan", "grammar", "parent"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
-    | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement"}
+    | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement", "engine.routing"}
     | {"engine.door", "engine.joining", "engine.ray_backend"}
     | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},

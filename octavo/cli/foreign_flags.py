@@ -4,12 +4,6 @@ from __future__ import annotations
 
 # Flags of vLLM that a later version brings: parsed, then "not in this version" (exit 2).
 FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
-    "--nnodes": "several nodes",
-    "-n": "several nodes",
-    "--node-rank": "several nodes",
-    "-r": "several nodes",
-    "--master-addr": "several nodes",
-    "--master-port": "several nodes",
     "--speculative-config": "speculative decoding",
     "-sc": "speculative decoding",
     "--spec-method": "speculative decoding",

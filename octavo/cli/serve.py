@@ -64,6 +64,8 @@ def run(arguments: Arguments) -> int:
         files = locate(asked.model, asked.revision, weights=weights, progress=log.progress)
         # From here on the model is its files: the engine process must not look for them again.
         model = replace(asked, model=str(files.path), served_model_name=names)
+        if engine_config.parallel.node_rank:
+            return lend_devices(replace(engine_config, model=model))
         from octavo.server.lifecycle import serve
 
         return serve(replace(engine_config, model=model), server_config, files, log)
@@ -88,3 +90,12 @@ def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     model = replace(asked, model=str(files.path))
     with logging_to_stderr("info"):
         return serve(replace(config, model=model), files.path, drain_timeout)
+
+
+def lend_devices(config: EngineConfig) -> int:
+    """What machines other than the first do: no HTTP, no scheduler."""
+    from octavo.server.lifecycle import logging_to_stderr
+    from octavo.worker.node import run_node
+
+    with logging_to_stderr("info"):
+        return run_node(config)

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -92,6 +93,7 @@ class EngineLoop:
         self._inbox = self._seats.inbox
         self._config = config
         self._heart: Heart | None = None
+        self._abandon: Callable[[], None] = lambda: None
         self._draining = False
         self._number = time.time_ns()
 
@@ -104,6 +106,7 @@ class EngineLoop:
             lambda *news: self._send(Progress(*news)),
             self._seats.directory,
         )
+        self._abandon = self._executor.abandon
         self._send(self._ready())
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
         self._heart = Heart(self._seats, self)
@@ -131,6 +134,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """Sends what is queued, for at most two seconds."""
+        self._abandon()
         if self._heart is not None:
             self._heart.stop()
         self._context.destroy(linger=2000)
@@ -189,6 +193,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    if config.parallel.nnodes > 1:  # on this host ranks end with this process
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     loop = EngineLoop(config, inbox, outbox)
     try:
         loop.start()

@@ -196,10 +196,12 @@ class Replicas:
         self._next_handle += count
         return first
 
-    def submit(self, requests: Sequence[AddRequest], continuing: bool = False) -> RequestStream:
+    def submit(
+        self, requests: Sequence[AddRequest], continuing: bool = False, hint: bytes = b""
+    ) -> RequestStream:
         """Sends prepared requests, all or none, and returns the stream of their events. Each goes
         to one replica. ``continuing``: they go on with work that was admitted before, so the
-        queue's bounds do not hold for them.
+        queue's bounds do not hold for them. ``hint``: see ``routing``.
 
         Raises EngineDead when no engine can take them, QueueFull when too much waits everywhere.
         """
@@ -213,7 +215,7 @@ class Replicas:
         stream = candidates[0].client.stream_of(requests)
         try:
             for request in requests:
-                self._place(Origin(request), stream, candidates)
+                self._place(Origin(request, hint=hint), stream, candidates)
         except EngineDead:
             self.abort(list(stream.open))
             raise
@@ -292,12 +294,13 @@ class Replicas:
     def _place(self, origin: Origin, stream: RequestStream, candidates: Sequence[Replica]) -> None:
         """Sends a request to one of the replicas. Raises EngineDead when none takes it."""
         request, now = origin.request, time.monotonic()
+        num_tokens = num_ids(request.prompt_ids)
         keys: list[bytes] = []
         if self.config.cache.enable_prefix_caching:
             keys = chain_keys(request.salt, request.prompt_ids)
         loads = {replica.index: replica.load(now) for replica in candidates}
         while loads:
-            chosen, cached = self.router.choose(keys, num_ids(request.prompt_ids), loads)
+            chosen, cached = self.router.choose(keys, num_tokens, loads, origin.hint)
             try:
                 self.replicas[chosen].client.enter(replace(origin, num_cached=cached), stream)
             except EngineDead:  # it has gone since we looked

@@ -24,12 +24,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig, child_environment
+from octavo.config import EngineConfig, ParallelConfig, cluster_secret, worker_environment
 from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.machine import available_cores
+from octavo.machine import available_cores, interface_to
 from octavo.types import ConfigError, EngineDead, Progress, StepFailed, StepProfile
+from octavo.wire import Wire
 from octavo.worker import messages
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.messages import encoder, from_worker
@@ -42,6 +43,8 @@ POLL_MS = 100
 BEAT_SECONDS = 0.5
 SILENCE = 1.5  # seconds after which a rank counts as stalled; it beats every 0.5 s
 START_SECONDS = 60.0  # for a process of this host to call
+NODE_SECONDS = 600.0  # for those of other hosts, which somebody starts there
+NO_CALL = "has not called"
 END_SECONDS = 5.0  # for a process to end once it was told to
 # Ranks that fail in the same step fail in the same way; one alone leaves the others waiting.
 SAME_FAULT_SECONDS = 5.0
@@ -76,6 +79,34 @@ class Answers:
     @property
     def complete(self) -> bool:
         return len(self.found) == self.wanted
+
+
+def node_endpoint(parallel: ParallelConfig) -> str:
+    """Where machine 0 waits for the others' ranks."""
+    host = parallel.master_addr
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{parallel.master_port}"
+
+
+def launch_ranks(
+    config: EngineConfig, node: int, endpoint: str, command: Sequence[str] = WORKER_COMMAND
+) -> dict[int, subprocess.Popen[bytes]]:
+    """Starts the ranks of a node; they call at ``endpoint``."""
+    topology = Topology.of(config)
+    threads = config.parallel.cpu_threads or max(1, available_cores() // topology.per_node)
+    parallel = replace(config.parallel, cpu_threads=threads)
+    given = msgspec.msgpack.encode(replace(config, parallel=parallel))
+    environment = worker_environment(threads, interface_to(topology.address))
+    found = {}
+    for local, rank in enumerate(topology.ranks_of(node)):
+        numbers = (rank, local, os.getpid())
+        found[rank] = process = subprocess.Popen(
+            [*command, endpoint, *map(str, numbers)], stdin=subprocess.PIPE, env=environment
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once, as its exit code tells
+            process.stdin.write(given)
+            process.stdin.close()
+    return found
 
 
 class GrammarsElsewhere:
@@ -140,7 +171,8 @@ class GroupExecutor:
             clock.enter("start workers")
             self._listen()
             self._launch()
-            self._wait(lambda rank: rank.hello is not None, START_SECONDS, "has not called")
+            self._wait(lambda rank: bool(rank.hello or not rank.process), START_SECONDS, NO_CALL)
+            self._wait(lambda rank: rank.hello is not None, NODE_SECONDS, NO_CALL)
             self._check_facts()
             self._wait_for(lambda: self._store is not None, START_SECONDS, "rank 0 opens no store")
             assert self._store is not None
@@ -157,29 +189,19 @@ class GroupExecutor:
         return self._joint_info(phases)
 
     def _listen(self) -> None:
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._endpoint = f"ipc://{self._directory}/workers-{os.getpid()}"
-        self._socket.bind(self._endpoint)
+        """Raises ConfigError for an address of --master-addr and --master-port that cannot be
+        had."""
+        parallel = self._config.parallel
+        self._wire = Wire(self._context, cluster_secret(parallel.cluster_secret_file))
+        address = f"ipc://{self._directory}/workers-{os.getpid()}"
+        if parallel.nnodes > 1:
+            address = node_endpoint(parallel)
+        self._socket, self._endpoint = self._wire.listen(zmq.ROUTER, address)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that connects again
 
     def _launch(self) -> None:
-        per_node = self._topology.per_node
-        threads = self._config.parallel.cpu_threads or max(1, available_cores() // per_node)
-        parallel = replace(self._config.parallel, cpu_threads=threads)
-        given = msgspec.msgpack.encode(replace(self._config, parallel=parallel))
-        for rank in self._ranks[:per_node]:
-            numbers = (rank.number, rank.number, os.getpid())
-            rank.process = subprocess.Popen(
-                [*self._command, self._endpoint, *map(str, numbers)],
-                stdin=subprocess.PIPE,
-                env=child_environment(threads),
-            )
-            assert rank.process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it died at once: ``_check`` tells
-                rank.process.stdin.write(given)
-                rank.process.stdin.close()
+        for number, process in launch_ranks(self._config, 0, self._endpoint, self._command).items():
+            self._ranks[number].process = process
 
     def _wait(self, is_there: Callable[[Rank], bool], seconds: float | None, lack: str) -> None:
         """Until it holds for all ranks."""
@@ -314,7 +336,7 @@ class GroupExecutor:
         """Ends the ranks, those that take longer than ``seconds`` by force."""
         if self._context.closed:
             return
-        with contextlib.suppress(zmq.ZMQError, AttributeError):
+        with contextlib.suppress(zmq.ZMQError, AttributeError):  # it may not listen yet
             self._tell(messages.Stop())
         deadline = time.monotonic() + seconds
         for rank in self._ranks:
@@ -325,9 +347,15 @@ class GroupExecutor:
             if rank.process.poll() is None:
                 rank.process.kill()
                 rank.process.wait()
-        self._context.destroy(linger=0)
+        with contextlib.suppress(AttributeError):
+            self._wire.close()
+        # To other hosts the last word still has to go.
+        self._context.destroy(linger=0 if self._topology.num_nodes == 1 else 1000)
         if self._own_directory is not None:
             shutil.rmtree(self._own_directory, ignore_errors=True)
+
+    def abandon(self) -> None:
+        self.shutdown(0.0)
 
     # ---- wire ----
 

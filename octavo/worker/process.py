@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig, prepare_torch
+from octavo.config import EngineConfig, cluster_secret, prepare_torch
 from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
 from octavo.parent import die_with_parent
-from octavo.types import ConfigError, StepFailed
+from octavo.types import ConfigError, EngineDead, StepFailed
+from octavo.wire import Wire
 from octavo.worker import messages
 from octavo.worker.executor import CudaExecutor, failed
 from octavo.worker.info import PhaseClock, WorkerInfo
@@ -115,7 +116,7 @@ class Reader(threading.Thread):
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._connection = connection
         self._grammars = grammars
-        self.heard = time.monotonic()  # when the executor last was
+        self.heard = math.inf  # when the executor last was; for its first word there is time
 
     def run(self) -> None:
         inbox = self._connection.socket("")
@@ -145,18 +146,16 @@ class Connection:
     """To the executor: a socket for each thread, known there as RANK/name."""
 
     def __init__(self, endpoint: str, rank: int, config: EngineConfig) -> None:
-        self._context = zmq.Context()
+        secret = cluster_secret(config.parallel.cluster_secret_file)
+        self._wire = Wire(zmq.Context(), secret)
         self._endpoint = endpoint
         self._config = config
         self.rank = rank
 
     def socket(self, name: str) -> zmq.Socket[bytes]:
-        found: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        found.setsockopt(zmq.IDENTITY, f"{self.rank}/{name}".encode())
-        found.setsockopt(zmq.SNDHWM, 0)
-        found.setsockopt(zmq.RCVHWM, 0)
+        identity = f"{self.rank}/{name}".encode()
+        found = self._wire.dial(zmq.DEALER, self._endpoint, identity=identity)
         found.setsockopt(zmq.LINGER, 2000)
-        found.connect(self._endpoint)
         return found
 
     def hello(self) -> messages.Hello:
@@ -201,6 +200,7 @@ class Worker:
         apart = not endpoint.startswith("ipc:")
         silence = max(config.scheduler.step_deadline, 5.0) if apart else math.inf
         self._heart = Heart(connection, self._reader, silence)
+        self._next_step = 0
         self._unsent: deque[int] = deque()  # steps whose results are to come
 
     def start(self) -> None:
@@ -213,7 +213,7 @@ class Worker:
         from octavo import parallel
         from octavo.worker.device import choose_device
 
-        device = choose_device(self._local, self._topology.ranks_here(self.rank))
+        device = choose_device(self._local, self._topology.per_node)
         device.enter()
         self._heart.exchanges = lambda: parallel.Exchanges.count
         clock.enter("meeting")
@@ -292,6 +292,9 @@ class Worker:
     def _obey(self, command: Any) -> None:
         if isinstance(command, messages.Step):
             plan = decode(command.plan, StepPlan)
+            if plan.step != self._next_step:
+                raise EngineDead(f"got step {plan.step}, not {self._next_step}: the link was cut")
+            self._next_step += 1
             self._steps.take_drawn([decode(raw, StepResult) for raw in command.drawn])
             self._unsent.append(plan.step)
             self._steps.submit(plan)
@@ -327,7 +330,8 @@ class Worker:
 
     def fail(self, error: BaseException) -> None:
         is_user_error = isinstance(error, ConfigError)
-        text = str(error) if is_user_error else f"{type(error).__name__}: {error}"
+        told = is_user_error or isinstance(error, EngineDead)
+        text = str(error) if told else f"{type(error).__name__}: {error}"
         self._send(messages.Broken(self.rank, text, is_user_error))
 
     def _tell_progress(self, phase: str, fraction: float, num_bytes: int = 0) -> None:

@@ -137,6 +137,17 @@ def test_a_conversation_returns_to_its_replica_until_the_cache_is_reset():
     run(main())
 
 
+def test_requests_of_one_hint_stay_together():
+    async def main():
+        async with replicas() as client:
+            for index in range(4):
+                stream = client.submit([request(client, f"{index} say:x")], hint=b"these")
+                await collect(stream)
+            assert sorted(r.num_admitted for r in client.replicas) == [0, 4]
+
+    run(main())
+
+
 def test_a_queue_is_full_only_where_every_replica_s_is():
     async def main():
         scheduler = SchedulerConfig(max_num_queued_reqs=2)  # one for each
