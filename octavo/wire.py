@@ -120,17 +120,13 @@ class Wire:
             raise ConfigError(f"{address}: {why}; {hint}") from None
         return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def dial(
-        self, kind: int, endpoint: str, within: float | None = None, identity: bytes = b""
-    ) -> Socket:
+    def dial(self, kind: int, endpoint: str, within: float | None = None) -> Socket:
         """A socket of ``kind`` that connects to ``endpoint``, again and again when it is cut off.
 
         ``within``: seconds to wait for the connection; LinkError says why there is none. Without,
-        the socket is returned at once. ``identity``: by which a ROUTER at the other end knows it.
+        the socket is returned at once.
         """
         socket = self._socket(kind)
-        if identity:
-            socket.setsockopt(zmq.IDENTITY, identity)
         try:
             self.connect(socket, endpoint, within)
         except LinkError:

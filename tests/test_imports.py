@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": EVERYBODY
     | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"}
     | {"wire"},
-    "worker.process": EVERYBODY | {"parallel", "core.plan", "grammar", "parent"},
+    "worker.process": EVERYBODY | {"parallel", "core.plan", "grammar", "parent", "wire"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement", "engine.routing"}

@@ -73,6 +73,15 @@ def run(arguments: Arguments) -> int:
         log.progress.end()  # an error's line begins on a line of its own
 
 
+def lend_devices(config: EngineConfig) -> int:
+    """What machines other than the first do: no HTTP, no scheduler."""
+    from octavo.server.lifecycle import logging_to_stderr
+    from octavo.worker.node import run_node
+
+    with logging_to_stderr("info"):
+        return run_node(config)
+
+
 def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     """The replicas of this node join a head node; until they are told to stop."""
     from octavo.checkpoint.locate import locate
@@ -90,12 +99,3 @@ def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     model = replace(asked, model=str(files.path))
     with logging_to_stderr("info"):
         return serve(replace(config, model=model), files.path, drain_timeout)
-
-
-def lend_devices(config: EngineConfig) -> int:
-    """What machines other than the first do: no HTTP, no scheduler."""
-    from octavo.server.lifecycle import logging_to_stderr
-    from octavo.worker.node import run_node
-
-    with logging_to_stderr("info"):
-        return run_node(config)

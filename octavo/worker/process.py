@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
+LINGER_MS = 2000  # for a last word to go
 SPIN_SECONDS = 20e-6  # between two looks at a GPU that is at work
 
 
@@ -147,15 +148,18 @@ class Connection:
 
     def __init__(self, endpoint: str, rank: int, config: EngineConfig) -> None:
         secret = cluster_secret(config.parallel.cluster_secret_file)
-        self._wire = Wire(zmq.Context(), secret)
+        self._context = zmq.Context()
+        self._wire = Wire(self._context, secret)
         self._endpoint = endpoint
         self._config = config
         self.rank = rank
 
     def socket(self, name: str) -> zmq.Socket[bytes]:
-        identity = f"{self.rank}/{name}".encode()
-        found = self._wire.dial(zmq.DEALER, self._endpoint, identity=identity)
-        found.setsockopt(zmq.LINGER, 2000)
+        found: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        found.setsockopt(zmq.IDENTITY, f"{self.rank}/{name}".encode())
+        found.sndhwm = found.rcvhwm = 0
+        self._wire.connect(found, self._endpoint)
+        found.linger = LINGER_MS
         return found
 
     def hello(self) -> messages.Hello:

@@ -47,7 +47,6 @@ VLLM_FLAGS = """
 --cluster-secret-file f
 """
 LATER_FLAGS = """
---nnodes 2 | -n 2 | --node-rank 1 | -r 1 | --master-addr h | --master-port 29501
 --speculative-config {} | -sc {} | --spec-method ngram | --spec-model m | --spec-tokens 5
 --speculative-model [ngram] | --num-speculative-tokens 5
 --otlp-traces-endpoint e
