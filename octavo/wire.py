@@ -54,6 +54,13 @@ class Keys:
         return cls(_pair(secret, b"octavo server"), _pair(secret, b"octavo client"))
 
 
+def session_secret(secret: bytes | None, session: str) -> bytes:
+    """Of the sockets of one engine that has joined: an earlier one, back from behind a cut cable,
+    cannot connect in its place. ``secret``: the cluster's; None on loopback."""
+    key = blake2b(secret or b"", digest_size=64).digest()
+    return blake2b(session.encode(), key=key, person=b"octavo session").digest()
+
+
 def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
     # Hashed first, for BLAKE2 takes keys of at most 64 bytes.
     key = blake2b(secret, digest_size=64).digest()

@@ -126,7 +126,7 @@ NODES_ALONE = (
     *("data_parallel_backend", "headless"),
     *("nnodes", "node_rank", "master_addr", "master_port"),
 )
-HEADS_ALONE = ("served_model_name", "data_parallel_size", "replica")
+HEADS_ALONE = ("served_model_name", "data_parallel_size", "replica", "session")
 
 
 def common_config(head: EngineConfig, node: EngineConfig) -> EngineConfig:
