@@ -324,6 +324,7 @@ class ParallelConfig:
         minimum=1,
     )
     replica: int = internal(0)  # which of the data-parallel replicas this engine is
+    session: str = internal("")  # of an engine that has joined: its sockets' secret is of both
     replica_memory: int | None = internal(None)  # bytes it may count on; None: all that is free
 
     @property

@@ -54,6 +54,13 @@ class Keys:
         return cls(_pair(secret, b"octavo server"), _pair(secret, b"octavo client"))
 
 
+def session_secret(secret: bytes | None, session: str) -> bytes:
+    """Of the sockets of one engine that has joined: an earlier one, back from behind a cut cable,
+    cannot connect in its place. ``secret``: the cluster's; None on loopback."""
+    key = blake2b(secret or b"", digest_size=64).digest()
+    return blake2b(session.encode(), key=key, person=b"octavo session").digest()
+
+
 def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
     # Hashed first, for BLAKE2 takes keys of at most 64 bytes.
     key = blake2b(secret, digest_size=64).digest()
@@ -91,7 +98,7 @@ class Wire:
         Raises ConfigError for an address that is not of this machine or is taken, and for one that
         other hosts can reach where there is no secret.
         """
-        socket: Socket = self._context.socket(kind)
+        socket = self._socket(kind)
         try:
             return socket, self.bind(socket, address)
         except ConfigError:
@@ -126,7 +133,7 @@ class Wire:
         ``within``: seconds to wait for the connection; LinkError says why there is none. Without,
         the socket is returned at once.
         """
-        socket: Socket = self._context.socket(kind)
+        socket = self._socket(kind)
         try:
             self.connect(socket, endpoint, within)
         except LinkError:
@@ -152,6 +159,11 @@ class Wire:
         if self._doorman is not None:
             self._doorman.stop()
             self._doorman = None
+
+    def _socket(self, kind: int) -> Socket:
+        socket: Socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped because a peer is slow
+        return socket
 
     def _guard(self, keys: Keys) -> None:
         """Of each context ZMQ asks one authenticator."""

@@ -44,6 +44,7 @@ from octavo.engine.messages import (
 from octavo.engine.seats import Seats
 from octavo.parent import die_with_parent
 from octavo.types import ConfigError, EngineDead
+from octavo.wire import session_secret
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +83,19 @@ class Heart(threading.Thread):
                 socket.send(beat, zmq.NOBLOCK)
 
 
+def engine_secret(config: EngineConfig) -> bytes:
+    """Of the sockets of an engine that has joined a head node."""
+    parallel = config.parallel
+    return session_secret(cluster_secret(parallel.cluster_secret_file), parallel.session)
+
+
 class EngineLoop:
     """Drain the inbox, step, send; until drained."""
 
     def __init__(self, config: EngineConfig, inboxes: str, outboxes: str) -> None:
         self._context = zmq.Context()
         remote = inboxes.startswith("tcp:")
-        secret = cluster_secret(config.parallel.cluster_secret_file) if remote else None
+        secret = engine_secret(config) if remote else None
         self._seats = Seats(self._context, inboxes, outboxes, secret)
         self._inbox = self._seats.inbox
         self._config = config

@@ -26,6 +26,7 @@ from octavo.engine.joining import (
     encoder,
     on_node,
 )
+from octavo.engine.launch import LocalLauncher
 from octavo.engine.messages import EngineStats, Finished, Outputs, Started, shift
 from octavo.engine.placement import local_replicas
 from octavo.engine.replicas import Replicas
@@ -173,6 +174,35 @@ def test_node_joins_again_when_the_head_does_not_know_it_any_more(checkpoint):
             await until(lambda: client.num_serving == 1)
             await until(lambda: client.num_serving == 2)
             assert client.replicas[1].client.pid != lost
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("secret", ["a secret for these tests", ""])
+def test_engine_that_was_given_up_cannot_come_back_in_anothers_place(
+    checkpoint, monkeypatch, secret
+):
+    """It runs on, behind a cable that was cut, and the addresses of its sockets are the same."""
+    monkeypatch.setenv("OCTAVO_CLUSTER_SECRET", secret)
+
+    async def main():
+        async with head(checkpoint) as client, node(checkpoint, client.port):
+            await until(lambda: client.num_serving == 2)
+            place = client.replicas[1].spec.launcher
+            earlier = config_of()
+            earlier = replace(earlier, parallel=replace(earlier.parallel, session="an earlier one"))
+            stale = await LocalLauncher(mock_command(reject="not the engine that joined")).launch(
+                place._endpoints["inbox-0"], place._endpoints["outbox-0"], earlier
+            )
+            await asyncio.sleep(1.0)  # it tries to connect
+            for i in range(8):
+                streams = [submit(client, f"say:{i} {j}") for j in range(2)]
+                assert running(client) == [1, 1]
+                for j, stream in enumerate(streams):
+                    tokens, _ = await asyncio.wait_for(collect(stream), 20)
+                    assert text_of(tokens) == f"{i} {j}"
+            stale.kill()
+            await stale.wait()
 
     asyncio.run(main())
 
