@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from octavo.config import EngineConfig, ParallelConfig, cluster_secret, worker_environment
-from octavo.core.plan import StepPlan, StepResult, decode, encode
+from octavo.core.plan import Float32, StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.machine import available_cores, interface_to
@@ -158,6 +159,7 @@ class GroupExecutor:
         self._store: messages.StoreOpen | None = None
         self._progress: Progress = lambda *news: None
         self._beat = 0.0  # when the ranks were last told that this process lives
+        self._busy = self._no_time()  # seconds of each stage since the last result
         self.problem = ""
         grammars.mirror = GrammarsElsewhere(self)
 
@@ -305,7 +307,13 @@ class GroupExecutor:
         outcome = self._results.pop(step)
         if isinstance(outcome, StepFailed):
             raise outcome
+        if self.num_stages > 1:
+            # Of what has been told by now: a stage's part may be counted with a later step.
+            outcome.busy_seconds, self._busy = self._busy, self._no_time()
         return outcome
+
+    def _no_time(self) -> Float32:
+        return np.zeros(self.num_stages, dtype=np.float32)
 
     def idle(self) -> bool:
         """Raises EngineDead as ``collect`` does."""
@@ -402,6 +410,8 @@ class GroupExecutor:
                 if self.num_stages > 1:
                     self._drawn.append(message.result)
                 self._results[message.step] = decode(message.result, StepResult)
+            case messages.Computed():
+                self._busy[rank.number // self._topology.tensor_size] += message.seconds
             case messages.Alive():
                 rank.exchanges = message.exchanges
             case messages.StepError():
