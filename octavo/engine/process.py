@@ -14,13 +14,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from octavo import collector
 from octavo.config import EngineConfig, cluster_secret
+from octavo.engine.engine import Executor
 from octavo.engine.messages import (
     CLIENT_SHIFT,
     Abort,
@@ -100,7 +100,7 @@ class EngineLoop:
         self._inbox = self._seats.inbox
         self._config = config
         self._heart: Heart | None = None
-        self._abandon: Callable[[], None] = lambda: None
+        self._executor: Executor | None = None
         self._draining = False
         self._number = time.time_ns()
 
@@ -108,12 +108,12 @@ class EngineLoop:
         """Loads the model and says Ready. Raises ConfigError for what the user can mend."""
         from octavo.engine.start import start_engine
 
-        self.engine, self._executor = start_engine(
+        self.engine, executor = start_engine(
             self._config,
             lambda *news: self._send(Progress(*news)),
             self._seats.directory,
         )
-        self._abandon = self._executor.abandon
+        self._executor = executor
         self._send(self._ready())
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
         self._heart = Heart(self._seats, self)
@@ -127,6 +127,7 @@ class EngineLoop:
             outputs = self.engine.step()
             if outputs is not None:
                 self._seats.send_outputs(outputs)
+        assert self._executor is not None
         self._executor.shutdown()
 
     def fail(self, error: BaseException) -> None:
@@ -137,17 +138,19 @@ class EngineLoop:
 
     @property
     def problem(self) -> str:
-        return self._executor.problem
+        return self._executor.problem if self._executor is not None else ""
 
     def close(self) -> None:
         """Sends what is queued, for at most two seconds."""
-        self._abandon()
+        if self._executor is not None:
+            self._executor.abandon()
         if self._heart is not None:
             self._heart.stop()
         self._context.destroy(linger=2000)
 
     def _use_idle_moment(self) -> bool:
         """Tells how much is left to do in such moments; False when that is nothing."""
+        assert self._executor is not None
         if not self._executor.idle():
             return False
         self._send(Outputs(self.engine.stats()))

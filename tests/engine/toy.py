@@ -77,6 +77,9 @@ class ToyExecutor:
         self.num_pending -= 1
         return True
 
+    def abandon(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         self.ended = True
 
