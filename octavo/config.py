@@ -246,6 +246,42 @@ class ParallelConfig:
         group="parallel",
         minimum=1,
     )
+    data_parallel_size_local: int | None = flag(
+        None,
+        "replicas of them on this node; those of other nodes join (octavo serve --headless). "
+        "Default: all; with --headless 1, with --data-parallel-backend ray 0",
+        "-dpl",
+        group="parallel",
+        minimum=0,
+    )
+    data_parallel_address: str = flag(
+        "127.0.0.1",
+        "address at which the head node is joined by replicas of others (0.0.0.0: at all it has)",
+        "-dpa",
+        group="parallel",
+    )
+    data_parallel_rpc_port: int = flag(
+        29550,
+        "port at which the head node is joined; the two ports behind it serve the first replica "
+        "that joins, the next two the second … (0: any free ones)",
+        "-dpp",
+        group="parallel",
+        minimum=0,
+        maximum=65535,
+    )
+    data_parallel_backend: str = flag(
+        "mp",
+        "ray: the replicas are actors of a Ray cluster that runs already, on a node each",
+        "-dpb",
+        group="parallel",
+        choices=("mp", "ray"),
+    )
+    headless: bool = flag(
+        False,
+        "serve no HTTP here: the replicas of this node join the head node at "
+        "--data-parallel-address",
+        group="parallel",
+    )
     distributed_executor_backend: str | None = flag(
         None, "uni for one device, else mp or ray", group="parallel", choices=("uni", "mp", "ray")
     )
@@ -288,12 +324,32 @@ class ParallelConfig:
         minimum=1,
     )
     replica: int = internal(0)  # which of the data-parallel replicas this engine is
+    session: str = internal("")  # of an engine that has joined: its sockets' secret is of both
     replica_memory: int | None = internal(None)  # bytes it may count on; None: all that is free
 
     @property
     def world_size(self) -> int:
         """Devices of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_local(self) -> int:
+        """Replicas of this node."""
+        if self.data_parallel_size_local is not None:
+            return self.data_parallel_size_local
+        if self.headless:
+            return 1
+        return 0 if self.data_parallel_backend == "ray" else self.data_parallel_size
+
+    @property
+    def joined_everywhere(self) -> bool:
+        """Ray knows by which address its nodes reach this one; nobody has to choose it."""
+        return self.data_parallel_backend == "ray" and self.data_parallel_address == "127.0.0.1"
+
+    @property
+    def num_joining(self) -> int:
+        """Replicas of other nodes, which join."""
+        return 0 if self.headless else self.data_parallel_size - self.num_local
 
     @property
     def rank_memory(self) -> int | None:
@@ -500,6 +556,11 @@ def environment_without_keys() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
 
 
+def environment_with(changes: dict[str, str]) -> dict[str, str]:
+    """This process's environment and ``changes``, for a child."""
+    return {**os.environ, **changes}
+
+
 def model_cache_dir() -> Path:
     """Where ``octavo pull`` keeps models: $OCTAVO_CACHE, else octavo in the user's cache."""
     explicit = os.environ.get("OCTAVO_CACHE")
@@ -582,6 +643,8 @@ def prepare_tokenizers() -> None:
 
 def require_one_engine(config: EngineConfig) -> None:
     """Raises ConfigError for replicas where one engine is used in this process."""
+    if config.parallel.headless:
+        raise ConfigError("--headless (headless): only `octavo serve` joins a head node")
     if (size := config.parallel.data_parallel_size) > 1:
         raise ConfigError(
             f"--data-parallel-size {size} (data_parallel_size): only `octavo serve` runs several "
@@ -624,6 +687,13 @@ def reject_unsupported(config: EngineConfig) -> None:
         raise ConfigError(
             f"--distributed-executor-backend uni: {world} devices need as many processes; use mp"
         )
+    if not parallel.headless and parallel.num_local > parallel.data_parallel_size:
+        raise ConfigError(
+            f"--data-parallel-size-local {parallel.num_local}: more than the "
+            f"{parallel.data_parallel_size} of --data-parallel-size"
+        )
+    if parallel.headless and not parallel.num_local:
+        raise ConfigError("--headless --data-parallel-size-local 0: at least one replica is needed")
     if config.model.trust_remote_code:
         raise ConfigError(
             "--trust-remote-code: octavo never runs code from a checkpoint; drop the flag "

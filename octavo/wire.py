@@ -34,7 +34,12 @@ REFUSALS = 3  # connections closed during the handshake: no accident
 
 
 class LinkError(ConfigError):
-    """A connection between hosts cannot be had: the address, the port or the secret is wrong."""
+    """A connection between hosts cannot be had. ``refused``: there is somebody, who does not accept
+    the secret; else nobody has answered."""
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,13 @@ class Keys:
     @classmethod
     def of(cls, secret: bytes) -> Keys:
         return cls(_pair(secret, b"octavo server"), _pair(secret, b"octavo client"))
+
+
+def session_secret(secret: bytes | None, session: str) -> bytes:
+    """Of the sockets of one engine that has joined: an earlier one, back from behind a cut cable,
+    cannot connect in its place. ``secret``: the cluster's; None on loopback."""
+    key = blake2b(secret or b"", digest_size=64).digest()
+    return blake2b(session.encode(), key=key, person=b"octavo session").digest()
 
 
 def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
@@ -86,12 +98,21 @@ class Wire:
         Raises ConfigError for an address that is not of this machine or is taken, and for one that
         other hosts can reach where there is no secret.
         """
+        socket = self._socket(kind)
+        try:
+            return socket, self.bind(socket, address)
+        except ConfigError:
+            socket.close(linger=0)
+            raise
+
+    def bind(self, socket: Socket, address: str) -> str:
+        """As ``listen``, for a socket of the context that is there. Returns the endpoint."""
         if address.startswith("tcp:") and self._keys is None and not is_loopback(address):
             raise ConfigError(
                 f"{address} can be reached from other hosts, and there is no secret to guard it: "
                 f"{CLUSTER_SECRET_REMEDY}"
             )
-        socket = self._socket(kind, address)
+        _prepare(socket, address)
         if address.startswith("tcp:") and self._keys is not None:
             self._guard(self._keys)
             socket.curve_server = True
@@ -101,23 +122,28 @@ class Wire:
         try:
             socket.bind(f"{host}:*" if port == "0" else address)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
             hint = "an address of this machine (0.0.0.0: all of them) and a free port are needed"
             why = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(f"{address}: {why}; {hint}") from None
-        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def dial(
-        self, kind: int, endpoint: str, within: float | None = None, identity: bytes = b""
-    ) -> Socket:
+    def dial(self, kind: int, endpoint: str, within: float | None = None) -> Socket:
         """A socket of ``kind`` that connects to ``endpoint``, again and again when it is cut off.
 
         ``within``: seconds to wait for the connection; LinkError says why there is none. Without,
-        the socket is returned at once. ``identity``: by which a ROUTER at the other end knows it.
+        the socket is returned at once.
         """
-        socket = self._socket(kind, endpoint)
-        if identity:
-            socket.setsockopt(zmq.IDENTITY, identity)
+        socket = self._socket(kind)
+        try:
+            self.connect(socket, endpoint, within)
+        except LinkError:
+            socket.close(linger=0)
+            raise
+        return socket
+
+    def connect(self, socket: Socket, endpoint: str, within: float | None = None) -> None:
+        """As ``dial``, for a socket of the context that is there."""
+        _prepare(socket, endpoint)
         if endpoint.startswith("tcp:") and self._keys is not None:
             socket.curve_serverkey = self._keys.server[0]
             socket.curve_publickey, socket.curve_secretkey = self._keys.client
@@ -127,17 +153,17 @@ class Wire:
             else:
                 _connect(socket, endpoint, within)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
             raise LinkError(f"{endpoint}: {error.strerror or error}") from None
-        except LinkError:
-            socket.close(linger=0)
-            raise
-        return socket
 
     def close(self) -> None:
         if self._doorman is not None:
             self._doorman.stop()
             self._doorman = None
+
+    def _socket(self, kind: int) -> Socket:
+        socket: Socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped because a peer is slow
+        return socket
 
     def _guard(self, keys: Keys) -> None:
         """Of each context ZMQ asks one authenticator."""
@@ -146,20 +172,18 @@ class Wire:
             self._doorman.start()
             self._doorman.configure_curve_callback("octavo", _OneClient(keys.client[0]))
 
-    def _socket(self, kind: int, address: str) -> Socket:
-        socket: Socket = self._context.socket(kind)
-        socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped because a peer is slow
-        if not address.startswith("tcp:"):
-            return socket
-        socket.ipv6 = "[" in address
-        socket.linger = SILENCE_MS  # what a peer that has gone was to get never holds up an end
-        socket.heartbeat_ivl = PING_MS
-        socket.heartbeat_timeout = socket.heartbeat_ttl = SILENCE_MS
-        socket.handshake_ivl = HANDSHAKE_MS
-        socket.connect_timeout = CONNECT_MS
-        socket.tcp_maxrt = SILENCE_MS  # sent, and not acknowledged for so long
-        socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS
-        return socket
+
+def _prepare(socket: Socket, address: str) -> None:
+    if not address.startswith("tcp:"):
+        return
+    socket.ipv6 = "[" in address
+    socket.linger = SILENCE_MS  # what a peer that has gone was to get never holds up an end
+    socket.heartbeat_ivl = PING_MS
+    socket.heartbeat_timeout = socket.heartbeat_ttl = SILENCE_MS
+    socket.handshake_ivl = HANDSHAKE_MS
+    socket.connect_timeout = CONNECT_MS
+    socket.tcp_maxrt = SILENCE_MS  # sent, and not acknowledged for so long
+    socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS
 
 
 def is_loopback(address: str) -> bool:
@@ -196,7 +220,8 @@ def _connect(socket: Socket, endpoint: str, within: float) -> None:
     if num_connected:
         raise LinkError(
             f"{endpoint} is there but does not accept this cluster secret: both hosts need the same"
-            f" ({CLUSTER_SECRET_REMEDY}), and both or none must have one"
+            f" ({CLUSTER_SECRET_REMEDY}), and both or none must have one",
+            refused=True,
         )
     raise LinkError(
         f"{endpoint}: no answer within {within:g} s; is the head node up, is this its address and "

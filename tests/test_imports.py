@@ -37,10 +37,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": EVERYBODY
     | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"}
     | {"wire"},
-    "worker.process": EVERYBODY | {"parallel", "core.plan", "grammar", "parent"},
+    "worker.process": EVERYBODY | {"parallel", "core.plan", "grammar", "parent", "wire"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
     | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement", "engine.routing"}
+    | {"engine.door", "engine.joining", "engine.ray_backend"}
     | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},
     "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
@@ -50,6 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize.recipe": EVERYBODY,
     "evaluate.corpus": EVERYBODY,
     "evaluate.report": EVERYBODY,
+    "ray_nodes": EVERYBODY | {"parent", "cli"},
+    "ray": EVERYBODY | {"llm"},
     "cli": {""},
     "__main__": {"cli"},
     "__init__": {"types", "outputs", "llm"},

@@ -145,7 +145,9 @@ def test_silent_connection_is_noticed_and_made_again():
         port = int(endpoint.rpartition(":")[2])
         silent = threading.Event()
         threading.Thread(target=deaf_relay, args=(door, port, silent), daemon=True).start()
-        pusher = peer.dial(zmq.PUSH, f"tcp://127.0.0.1:{door.getsockname()[1]}", within=20)
+        pusher = peer.dial(zmq.PUSH, f"tcp://127.0.0.1:{door.getsockname()[1]}")
+        pusher.send(b"there")
+        assert received(puller, 20) == b"there"
         monitor = pusher.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         silent.set()
         began = time.monotonic()

@@ -19,6 +19,8 @@ COMMAND = Command(
         "octavo serve ./my-model --port 9000       a directory with config.json and safetensors",
         "octavo serve model.gguf --api-key secret  a GGUF file, behind a key",
         "octavo serve org/name --max-model-len 8k  a model of the hub",
+        "octavo serve org/name -dp 2 -dpl 1 -dpa 0.0.0.0        a head node with room for another",
+        "octavo serve org/name --headless -dpa HEAD             that other node",
     ),
     migrating=True,
 )
@@ -31,6 +33,8 @@ def run(arguments: Arguments) -> int:
     from octavo.server.tools.setup import check_flags
 
     reject_unsupported(engine_config)
+    if engine_config.parallel.headless:
+        return run_headless(engine_config, server_config.drain_timeout)
     check_flags(server_config, engine_config.model.skip_tokenizer_init)
     if any(not key or key != key.strip() for key in server_config.api_key):
         raise ConfigError(
@@ -76,3 +80,22 @@ def lend_devices(config: EngineConfig) -> int:
 
     with logging_to_stderr("info"):
         return run_node(config)
+
+
+def run_headless(config: EngineConfig, drain_timeout: float) -> int:
+    """The replicas of this node join a head node; until they are told to stop."""
+    from octavo.checkpoint.locate import locate
+    from octavo.cli.console import PhaseLine
+    from octavo.engine.headless import serve
+    from octavo.server.lifecycle import logging_to_stderr
+
+    asked = config.model
+    progress = PhaseLine(sys.stderr)
+    weights = asked.load_format != "dummy"
+    try:
+        files = locate(asked.model, asked.revision, weights=weights, progress=progress)
+    finally:
+        progress.end()
+    model = replace(asked, model=str(files.path))
+    with logging_to_stderr("info"):
+        return serve(replace(config, model=model), files.path, drain_timeout)

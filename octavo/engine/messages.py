@@ -2,7 +2,8 @@
 
 A request is known by integer handles: choice i of a request with n choices has ``handle + i``. The
 bits from ``CLIENT_SHIFT`` on say which client's it is, where there are several.
-Times are ``time.monotonic()`` of the host. Never imports torch.
+Times are ``time.monotonic()`` of the engine's host; ``shift`` makes them another's. Never imports
+torch.
 """
 
 from __future__ import annotations
@@ -210,10 +211,13 @@ class EngineStats(msgspec.Struct, array_like=True):
     generation_tokens: int = 0
     num_steps: int = 0
     step_tokens: int = 0  # tokens computed by this step
-    step_seconds: float = 0.0  # of this step
+    step_seconds: float = 0.0  # of this step: what a token takes; through all stages of a pipeline
     schedule_seconds: float = 0.0  # of this step: schedule + update
     fragmentation: float = 0.0  # share of the used blocks' token places that hold no token
     graphs_pending: int = 0  # CUDA graphs that idle moments have yet to capture
+    stage_busy_seconds: list[float] = []  # that each stage of a pipeline computed, ever
+    work_seconds: float = 0.0  # in which a plan was in flight and its stages were measured, ever
+    bubble: float = 0.0  # share of their time in which stages of late had nothing to compute
 
 
 class Outputs(Message, tag=True):
@@ -275,6 +279,21 @@ class Heartbeat(Message, tag=True):
     step: int
     step_age: float
     problem: str = ""
+
+
+def shift(outputs: Outputs, offset: float) -> None:
+    """Moves all times by ``offset`` seconds: from the clock of the engine's host to another's."""
+    outputs.stats.time += offset
+    for started in outputs.started:
+        started.time += offset
+    for finished in outputs.finished:
+        old = finished.timings
+        finished.timings = RequestTimings(
+            *(
+                time if time == -1.0 else time + offset  # -1.0: it has not happened
+                for time in (old.arrival, old.first_scheduled, old.first_token, old.last_token)
+            )
+        )
 
 
 ToEngine = AddRequest | SetVocabulary | Abort | ResetPrefixCache | Hello | Bye | Drain

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from octavo import collector
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, cluster_secret
 from octavo.engine.messages import (
     CLIENT_SHIFT,
     Abort,
@@ -44,6 +44,7 @@ from octavo.engine.messages import (
 from octavo.engine.seats import Seats
 from octavo.parent import die_with_parent
 from octavo.types import ConfigError, EngineDead
+from octavo.wire import session_secret
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +83,20 @@ class Heart(threading.Thread):
                 socket.send(beat, zmq.NOBLOCK)
 
 
+def engine_secret(config: EngineConfig) -> bytes:
+    """Of the sockets of an engine that has joined a head node."""
+    parallel = config.parallel
+    return session_secret(cluster_secret(parallel.cluster_secret_file), parallel.session)
+
+
 class EngineLoop:
     """Drain the inbox, step, send; until drained."""
 
     def __init__(self, config: EngineConfig, inboxes: str, outboxes: str) -> None:
         self._context = zmq.Context()
-        self._seats = Seats(self._context, inboxes, outboxes)
+        remote = inboxes.startswith("tcp:")
+        secret = engine_secret(config) if remote else None
+        self._seats = Seats(self._context, inboxes, outboxes, secret)
         self._inbox = self._seats.inbox
         self._config = config
         self._heart: Heart | None = None

@@ -31,10 +31,12 @@ MOST_RESTARTS, RESTART_WINDOW = 5, 600.0  # in so many seconds; then its replica
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What a replica runs with, and where."""
+    """What a replica runs with, and where. ``joins``: nobody waits for it; it serves once an engine
+    has come to its place, and again when that has gone and another has come."""
 
     config: EngineConfig
     launcher: Launcher
+    joins: bool = False
 
 
 class Restarts:

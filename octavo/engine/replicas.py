@@ -23,6 +23,7 @@ from pathlib import Path
 from octavo.engine.accounts import Entry, Origin
 from octavo.engine.admission import too_many_prompts
 from octavo.engine.client import ProcessClient, Seat
+from octavo.engine.joining import check_same_engine
 from octavo.engine.joint_progress import JointProgress
 from octavo.engine.messages import AddRequest, EngineInfo, EngineStats, Progress, num_ids
 from octavo.engine.replica import (
@@ -44,6 +45,7 @@ logger = logging.getLogger("octavo")
 # How often a request may begin again after an engine was lost that had begun to compute it: such a
 # request may be what killed it, and must not take one replica after the other.
 MOST_SUSPECT = 1
+JOIN_PAUSE = 1.0  # seconds before the place of an engine that could not join is open again
 
 
 class Replicas:
@@ -63,7 +65,9 @@ class Replicas:
         self.router = Router()
         # Told of each step: the replica's number, and its statistics.
         self.on_step: Callable[[int, EngineStats], None] = lambda index, stats: None
-        self._progress = JointProgress(len(specs), on_progress or (lambda progress: None))
+        self._progress = JointProgress(
+            sum(not spec.joins for spec in specs), on_progress or (lambda progress: None)
+        )
         self._info: EngineInfo | None = None
         self._vocabulary: Vocabulary | None = None
         self._next_handle = self.seat.first_handle
@@ -79,23 +83,37 @@ class Replicas:
         the temporary directory cannot hold the sockets."""
         self._loop = asyncio.get_running_loop()
         self.dead = asyncio.Event()
+        self._opened = asyncio.Event()
         self.directory = self.seat.directory or Path(tempfile.mkdtemp(prefix="octavo-"))
         for spec in self._specs:
             self._make(spec)
-        await asyncio.gather(*(replica.client.start() for replica in self.replicas))
+        own = [replica for replica in self.replicas if not replica.spec.joins]
+        await asyncio.gather(*(replica.client.start() for replica in own))
+        for replica in self.replicas:
+            if replica.spec.joins:
+                self._tasks.append(self._loop.create_task(self._take_in(replica)))
 
     async def ready(self) -> EngineInfo:
-        """Waits until all have loaded. Raises ConfigError (the user can mend it) or EngineDead as
-        soon as one cannot."""
-        waiting = [self._loop.create_task(self._loaded(replica)) for replica in self.replicas]
+        """Waits until all that do not join have loaded, or else one that does. Raises ConfigError
+        (the user can mend it) or EngineDead as soon as one cannot."""
+        own = [replica for replica in self.replicas if not replica.spec.joins]
+        waiting = [self._loop.create_task(self._loaded(replica)) for replica in own]
         try:
             await asyncio.gather(*waiting)
         finally:
             for task in waiting:
                 task.cancel()
-        for replica in self.replicas:
+        if own:
+            self._serve_with(own)
+        for replica in own:
             self._tasks.append(self._loop.create_task(self._keep(replica)))
+        await self._opened.wait()
         return self.info
+
+    def _serve_with(self, replicas: list[Replica]) -> None:
+        """From now on requests are taken, and those who join are measured by these."""
+        self._info = common_info([r.found for r in replicas if r.found is not None])
+        self._opened.set()
 
     async def add(self, spec: ReplicaSpec) -> Replica:
         """A further replica, while the others serve: returns once it does, too. Raises ConfigError
@@ -113,7 +131,7 @@ class Replicas:
 
     @property
     def info(self) -> EngineInfo:
-        """What holds for every replica. Raises EngineDead before all have loaded."""
+        """What holds for every replica. Raises EngineDead before it is known."""
         if self._info is None:
             raise EngineDead("the model is still loading")
         return self._info
@@ -327,7 +345,7 @@ class Replicas:
         starting = self._info is None
         client = ProcessClient(
             spec.config,
-            partial(self._progress.take, index) if starting else None,
+            partial(self._progress.take, index) if starting and not spec.joins else None,
             spec.launcher,
             replace(self.seat, directory=directory),
             name,
@@ -345,6 +363,8 @@ class Replicas:
             if len(self.replicas) == 1:
                 raise
             raise type(error)(f"replica {replica.index}: {error}") from None
+        if replica.spec.joins:
+            await self._check(replica, info)
         self._settle(replica, info)
 
     def _welcome(self, replica: Replica, info: EngineInfo) -> None:
@@ -365,6 +385,40 @@ class Replicas:
         mean = sum(others) / len(others) if others else 0.0
         replica.work.restart(mean, computed_tokens(replica.client.stats), now)
         replica.in_service = True
+
+    async def _check(self, replica: Replica, info: EngineInfo) -> None:
+        """Raises ConfigError where a joining engine does not fit those that serve. Those of this
+        node come first; where there are none, the first that joins is the measure."""
+        if all(r.spec.joins for r in self.replicas) and not self._opened.is_set():
+            replica.found = info
+            self._serve_with([replica])
+        await self._opened.wait()
+        check_same_engine(self.info, info)
+
+    async def _take_in(self, replica: Replica) -> None:
+        """Takes in one engine after the other that joins in this place."""
+        while not self.draining:
+            client = replica.client
+            try:
+                await client.start()
+                await self._loaded(replica)
+                logger.info(
+                    "replica %d on %s serves; %d of %d serve",
+                    replica.index, replica.spec.launcher.place, self.num_serving,
+                    len(self.replicas),
+                )  # fmt: skip
+                await client.dead.wait()
+                logger.error(
+                    "replica %d: %s; its place is free; %d of %d serve",
+                    replica.index, client.problem(), self.num_serving, len(self.replicas),
+                )  # fmt: skip
+            except (ConfigError, EngineDead) as error:
+                logger.error("replica %d cannot join: %s", replica.index, error)
+                client.die(str(error), user_error=isinstance(error, ConfigError))
+                await asyncio.sleep(JOIN_PAUSE)
+            self.router.forget(replica.index)
+            await client.close()
+            replica.reconnect()
 
     async def _keep(self, replica: Replica) -> None:
         """Starts a replica's engine again whenever it has died, while others live."""

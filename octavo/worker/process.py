@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
+LINGER_MS = 2000  # for a last word to go
 SPIN_SECONDS = 20e-6  # between two looks at a GPU that is at work
 
 
@@ -70,6 +71,10 @@ class Steps(Protocol):
     def num_pending(self) -> int: ...
 
     @property
+    def busy_seconds(self) -> float:
+        """What the step last collected took, without waiting for others."""
+
+    @property
     def tracing(self) -> Tracing: ...
 
 
@@ -83,6 +88,10 @@ class CpuSteps:
         self._results: deque[StepResult | StepFailed] = deque()
         self.tracing = Tracing(nvtx)
         self.tracing.prepare()
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._runner.busy_seconds
 
     def take_drawn(self, results: Sequence[StepResult]) -> None:
         self._runner.take_drawn(results)
@@ -147,15 +156,18 @@ class Connection:
 
     def __init__(self, endpoint: str, rank: int, config: EngineConfig) -> None:
         secret = cluster_secret(config.parallel.cluster_secret_file)
-        self._wire = Wire(zmq.Context(), secret)
+        self._context = zmq.Context()
+        self._wire = Wire(self._context, secret)
         self._endpoint = endpoint
         self._config = config
         self.rank = rank
 
     def socket(self, name: str) -> zmq.Socket[bytes]:
-        identity = f"{self.rank}/{name}".encode()
-        found = self._wire.dial(zmq.DEALER, self._endpoint, identity=identity)
-        found.setsockopt(zmq.LINGER, 2000)
+        found: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        found.setsockopt(zmq.IDENTITY, f"{self.rank}/{name}".encode())
+        found.sndhwm = found.rcvhwm = 0
+        self._wire.connect(found, self._endpoint)
+        found.linger = LINGER_MS
         return found
 
     def hello(self) -> messages.Hello:
@@ -194,6 +206,8 @@ class Worker:
         connection = Connection(endpoint, rank, config)
         self._outbox = connection.socket("news")
         self._reports = rank == self._topology.reporter
+        first = rank % self._topology.tensor_size == 0
+        self._pipelined = first and self._topology.pipeline_size > 1
         self._grammars = Grammars() if self._reports else None
         self._reader = Reader(connection, self._grammars)
         # On its own host a worker ends with its parent.
@@ -323,6 +337,8 @@ class Worker:
         except StepFailed as error:
             self._send(messages.StepError(self.rank, step, str(error)))
         else:
+            if self._pipelined:
+                self._send(messages.Computed(self.rank, self._steps.busy_seconds))
             if self._reports:
                 self._send(messages.Done(step, encode(result)))
 
