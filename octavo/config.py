@@ -497,7 +497,11 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = flag(True, "report cached tokens in usage", group="server")
     enable_force_include_usage: bool = flag(False, "usage in every stream", group="server")
     api_server_count: int = flag(
-        1, "API processes behind the port, for one engine", group="server", minimum=1, maximum=64
+        1,
+        "API processes behind the port, for the same engines",
+        group="server",
+        minimum=1,
+        maximum=64,
     )
     drain_timeout: float = flag(
         30.0,
