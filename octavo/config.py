@@ -351,6 +351,11 @@ class ParallelConfig:
         """Replicas of other nodes, which join."""
         return 0 if self.headless else self.data_parallel_size - self.num_local
 
+    @property
+    def rank_memory(self) -> int | None:
+        """Bytes that the process of one of a replica's devices may count on."""
+        return None if self.replica_memory is None else self.replica_memory // self.world_size
+
 
 def check_structured_outputs(settings: dict[str, Any]) -> None:
     """Raises ConfigError for a setting of --structured-outputs-config that is not there."""

@@ -18,7 +18,7 @@ import pytest
 
 from octavo import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from octavo.outputs import RequestOutput
-from octavo.types import EngineDead, InvalidRequest
+from octavo.types import ConfigError, EngineDead, InvalidRequest
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "cpu_threads": 1}
 PROMPT = [5, 6, 7]
@@ -55,6 +55,11 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
+
+
+def test_replicas_are_for_the_server(model_r):
+    with pytest.raises(ConfigError, match="only `octavo serve` runs several engines"):
+        LLM(str(model_r), **SETTINGS, data_parallel_size=2)
 
 
 def test_ctrl_c_inside_a_step_leaves_the_engine_as_good_as_new(

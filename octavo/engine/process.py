@@ -198,8 +198,10 @@ def main() -> int:
     inbox, outbox, parent = sys.argv[1:4]
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    several = config.parallel.data_parallel_size > 1
+    name = f"engine {config.parallel.replica}" if several else "engine"
+    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s {name}: %(message)s")
     if config.parallel.nnodes > 1:  # on this host ranks end with this process
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     loop = EngineLoop(config, inbox, outbox)

@@ -204,14 +204,6 @@ def test_sigterm_drains_both_and_leaves_no_process():
         assert "Traceback" not in server.log
 
 
-def test_replicas_end_with_a_killed_server():
-    with start() as server:
-        children = pids(server)
-        server.process.kill()
-        server.process.wait()
-        wait(lambda: not [pid for pid in children if os.path.exists(f"/proc/{pid}")], 3)
-
-
 def test_a_replica_that_cannot_load_ends_the_start():
     broken = {"1": {"fail": "weights are missing"}}
     with start(replicas=broken, ready=False) as server:
