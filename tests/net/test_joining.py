@@ -189,6 +189,19 @@ def test_killed_node_is_replaced_by_another(link: Link, model_r: Path) -> None:
     assert head.process.stop() == 0
 
 
+def test_head_that_is_started_again_is_joined_again(link: Link, model_r: Path) -> None:
+    head = Head(link.near, model_r, "--served-model-name", "r")
+    node = join(link, model_r)
+    head.wait_serving(2)
+    before = head.complete([7, 8, 9])["choices"]
+    head.process.kill()
+    again = Head(link.near, model_r, "--served-model-name", "r")
+    again.wait_serving(2)
+    assert "does not know this node" in node.log
+    assert all(again.complete([7, 8, 9])["choices"] == before for _ in range(4))
+    assert again.process.stop() == 0
+
+
 def test_node_without_the_secret_is_not_let_in(link: Link, model_r: Path) -> None:
     head = Head(link.near, model_r, "--served-model-name", "r")
     other = {"OCTAVO_CLUSTER_SECRET": "some other secret, long enough"}
