@@ -34,7 +34,7 @@ from octavo.flags import from_flags
 from octavo.types import ConfigError, EngineLost, FinishReason, RequestTimings
 from octavo.wire import Wire
 from tests.engine.test_client import collect, first, mock_command
-from tests.engine.test_replicas import LONG, running, submit, text_of, until
+from tests.engine.test_replicas import running, submit, text_of, until
 from tests.engine.toy import toy_info
 
 SLOW = {"step_seconds": 0.02}
@@ -120,7 +120,7 @@ def test_node_that_is_told_to_stop_finishes_what_it_has(checkpoint):
     async def main():
         async with head(checkpoint) as client, node(checkpoint, client.port, drain=60) as joined:
             await until(lambda: client.num_serving == 2)
-            streams = [submit(client, "say:" + "x" * 200, **LONG) for _ in range(4)]
+            streams = [submit(client, "say:" + "x" * 200, max_tokens=300) for _ in range(4)]
             await asyncio.gather(*(first(stream) for stream in streams))
             joined.stop()
             await until(lambda: client.num_serving == 1)
