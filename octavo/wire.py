@@ -186,6 +186,32 @@ def _prepare(socket: Socket, address: str) -> None:
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS
 
 
+class Connections:
+    """Those of a listening socket, from the events of its monitor: which of them have proved
+    themselves. Others come and go at anybody's will, and mean nothing."""
+
+    EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+    def __init__(self) -> None:
+        self._strange: set[int] = set()  # descriptors
+        self._known: set[int] = set()
+
+    def take(self, event: int, descriptor: int) -> bool:
+        """True when one that had proved itself has ended."""
+        if event == zmq.EVENT_ACCEPTED:
+            self._known.discard(descriptor)
+            self._strange.add(descriptor)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:  # which one, ZMQ does not say
+            self._known |= self._strange
+            self._strange.clear()
+        elif event == zmq.EVENT_DISCONNECTED:
+            ended = descriptor in self._known
+            self._known.discard(descriptor)
+            self._strange.discard(descriptor)
+            return ended
+        return False
+
+
 def is_loopback(address: str) -> bool:
     """Whether ``tcp://HOST:PORT`` can be reached from this host alone."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

@@ -49,7 +49,7 @@ from octavo.engine.mailbox import Mailbox
 from octavo.engine.placement import part
 from octavo.engine.replica import ReplicaSpec
 from octavo.types import ConfigError, EngineDead
-from octavo.wire import Wire, session_secret
+from octavo.wire import Connections, Wire, session_secret
 
 logger = logging.getLogger("octavo")
 
@@ -321,13 +321,15 @@ class JoinLauncher:
             self._wire = Wire(socket.context, secret)
         address = f"tcp://{self._door.host}:{self._ports[name]}"
         self._endpoints[name] = self._wire.bind(socket, address)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(Connections.EVENTS)
         self._monitors.append(monitor)
+        connections = Connections()
 
         def look() -> None:
             while monitor.poll(0):
-                recv_monitor_message(monitor)
-                on_cut()
+                message = recv_monitor_message(monitor)
+                if connections.take(message["event"], message["value"]):
+                    on_cut()
 
         asyncio.get_running_loop().add_reader(monitor.fileno(), look)
         asyncio.get_running_loop().call_soon(look)
