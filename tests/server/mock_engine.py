@@ -46,6 +46,7 @@ class Options:
     hang_after: int = -1  # after so many steps, stay in the step (heartbeats go on)
     step_error: bool = False  # end every request with FinishReason.ERROR after two tokens
     graphs: int = 0  # to be captured, one in each idle moment
+    gate: str = ""  # a file: answers that were told do not end before it exists
     default_sampling: dict[str, float] = field(default_factory=dict)
 
 
@@ -181,6 +182,10 @@ class MockEngine:
             reason, message = FinishReason.ERROR, "the step failed"
         outputs.finished.append(m.Finished(request.handle, reason, None, timings, 0, message))
 
+    def held(self, row: Row) -> bool:
+        at_end = not row.endless and row.drawn == len(row.script) - 1
+        return at_end and bool(self.options.gate) and not os.path.exists(self.options.gate)
+
     def draw(self, handle: int, row: Row, outputs: m.Outputs) -> int:
         now = time.monotonic()
         token = 97 + row.drawn % 26 if row.endless else row.script[row.drawn]
@@ -217,7 +222,8 @@ class MockEngine:
         time.sleep(self.options.step_seconds)
         outputs = m.Outputs(stats=self.stats)
         self.admit(outputs)
-        drawn = [(h, self.draw(h, row, outputs)) for h, row in list(self.running.items())]
+        rows = [(h, row) for h, row in self.running.items() if not self.held(row)]
+        drawn = [(h, self.draw(h, row, outputs)) for h, row in rows]
         outputs.handles = b"".join(h.to_bytes(8, "little") for h, _ in drawn)
         outputs.tokens = m.pack_ids([t for _, t in drawn])
         self.stats.time = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import socket
-import time
 
 import numpy as np
 import openai
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.fixtures.oracle import oracle
+from tests.fixtures.waiting import until
 from tests.server import mock_server
 
 PATH = "/v1/embeddings"
@@ -150,9 +150,7 @@ def waiting_request(server):
     with opened(server) as client:
         client.sendall(head + b"content-type: application/json\r\n")
         client.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
-        deadline = time.monotonic() + 5
-        while not server.client.get("/load").json()["num_waiting"]:
-            assert time.monotonic() < deadline
+        until(lambda: server.load()["num_waiting"])
         yield
 
 
@@ -166,9 +164,7 @@ def test_a_client_that_leaves_ends_its_request():
         head = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         with opened(server) as client:
             client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            deadline = time.monotonic() + 5
-            while not server.client.get("/load").json()["server_load"]:
-                assert time.monotonic() < deadline
+            until(lambda: server.load()["server_load"])
         server.wait_idle()
         assert server.metric("octavo_requests_admitted_total") < 100
 

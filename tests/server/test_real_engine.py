@@ -64,7 +64,7 @@ def test_a_client_that_leaves_frees_its_blocks(server_r):
             httpx.stream("POST", f"{server_r.url}/v1/completions", json=body) as answer,
         ):
             next(answer.iter_lines())
-    server_r.wait_idle(2.0)
+    server_r.wait_idle()
 
 
 def test_chat_through_the_template(server_r):
