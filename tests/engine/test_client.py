@@ -14,6 +14,7 @@ from octavo.config import EngineConfig, SchedulerConfig
 from octavo.engine.admission import prepare
 from octavo.engine.client import ProcessClient
 from octavo.types import ConfigError, EngineDead, FinishReason, QueueFull, SamplingParams
+from tests.fixtures.waiting import PATIENCE, come
 
 MOCK = Path(__file__).parents[1] / "server" / "mock_engine.py"
 
@@ -22,9 +23,16 @@ def mock_command(**options):
     return (sys.executable, str(MOCK), json.dumps(options))
 
 
+# Seconds in which an engine's death or standstill is told; alone it takes two at most. Without a
+# watch only a step's deadline, 30 s, would tell.
+TOLD = 15
+
+
 @asynccontextmanager
 async def engine(config=None, **options):
-    client = ProcessClient(config or EngineConfig(), command=mock_command(**options))
+    roomy = {"max_model_len": 32_768, "num_blocks": 4096}  # what is endless ends only by an abort
+    command = mock_command(**roomy, **options)
+    client = ProcessClient(config or EngineConfig(), command=command)
     await client.start()
     try:
         yield client
@@ -139,17 +147,14 @@ def test_aborted_handles_end_at_once_and_are_gone_from_the_engine():
     async def main():
         async with engine() as client:
             await client.ready()
-            added = request(client, "endless", n=2, max_tokens=400)
+            added = request(client, "endless", n=2, max_tokens=20_000)
             stream = client.submit([added])
             await first(stream)
             client.abort([added.handle, added.handle + 1])
-            await asyncio.wait_for(collect(stream), 1)
+            await asyncio.wait_for(collect(stream), PATIENCE)
             assert client.num_running == 0
             assert client.ended["abort"] == client.num_admitted == 2
-            await asyncio.sleep(0.1)
-            steps = client.stats.num_steps
-            await asyncio.sleep(0.1)
-            assert client.stats.num_steps == steps
+            await come(lambda: not client.stats.blocks_used)
 
     asyncio.run(main())
 
@@ -159,7 +164,7 @@ def test_queue_bound():
         config = EngineConfig(scheduler=SchedulerConfig(max_num_queued_reqs=1))
         async with engine(config, max_num_seqs=1, step_seconds=0.02) as client:
             await client.ready()
-            running = client.submit([request(client, "endless", max_tokens=400)])
+            running = client.submit([request(client, "endless", max_tokens=20_000)])
             await first(running)
             client.submit([request(client, "say:waits")])
             with pytest.raises(QueueFull):
@@ -172,13 +177,13 @@ def test_killed_engine_ends_streams_and_refuses():
     async def main():
         async with engine() as client:
             await client.ready()
-            stream = client.submit([request(client, "endless", max_tokens=400)])
+            stream = client.submit([request(client, "endless", max_tokens=20_000)])
             await first(stream)
             begin = time.monotonic()
             os.kill(client.pid, signal.SIGKILL)
             with pytest.raises(EngineDead, match="signal 9"):
                 await collect(stream)
-            assert time.monotonic() - begin < 2
+            assert time.monotonic() - begin < TOLD
             await client.dead.wait()
             with pytest.raises(EngineDead):
                 client.submit([request(client, "say:x")])
@@ -191,18 +196,17 @@ def test_stopped_engine_is_unhealthy_and_recovers():
     async def main():
         async with engine() as client:
             await client.ready()
-            stream = client.submit([request(client, "endless", max_tokens=400)])
+            stream = client.submit([request(client, "endless", max_tokens=20_000)])
             await first(stream)
             begin = time.monotonic()
             os.kill(client.pid, signal.SIGSTOP)
             with pytest.raises(EngineDead, match="not answered"):
                 await collect(stream)
-            assert time.monotonic() - begin < 2.5
+            assert time.monotonic() - begin < TOLD
             with pytest.raises(EngineDead):
                 client.submit([request(client, "say:x")])
             os.kill(client.pid, signal.SIGCONT)
-            await asyncio.sleep(1.0)
-            assert client.problem() is None
+            await come(lambda: client.problem() is None)
             tokens, _ = await collect(client.submit([request(client, "say:back")]))
             assert len(tokens) == 5
 
@@ -214,9 +218,9 @@ def test_step_beyond_its_deadline_ends_the_engine():
         config = EngineConfig(scheduler=SchedulerConfig(step_deadline=1.0))
         async with engine(config, hang_after=3) as client:
             await client.ready()
-            stream = client.submit([request(client, "endless", max_tokens=400)])
+            stream = client.submit([request(client, "endless", max_tokens=20_000)])
             with pytest.raises(EngineDead, match="--step-deadline 1 s"):
-                await asyncio.wait_for(collect(stream), 4)
+                await asyncio.wait_for(collect(stream), PATIENCE)
             assert not client.alive
 
     asyncio.run(main())
@@ -232,7 +236,7 @@ def test_drain_finishes_what_runs_then_the_process_ends_without_alarm():
                 client.submit([request(client, "say:late")])
             tokens, _ = await collect(stream)
             assert len(tokens) == 10
-            assert await asyncio.wait_for(client._child.wait(), 2) == 0
+            assert await asyncio.wait_for(client._child.wait(), PATIENCE) == 0
             await asyncio.sleep(0.05)
             assert client.alive
 

@@ -14,6 +14,7 @@ import torch
 from tests.fixtures.oracle import oracle
 from tests.fixtures.waiting import until
 from tests.server import mock_server
+from tests.server.test_lifecycle import ENDLESS, SLOW
 
 PATH = "/v1/embeddings"
 
@@ -127,14 +128,14 @@ def test_unknown_model_is_404_and_a_failed_step_500(server):
 
 def test_a_full_queue_is_429_and_a_missing_key_401():
     settings = {
-        "engine": {"max_num_seqs": 1, "step_seconds": 0.02},
+        "engine": {**SLOW, "max_num_seqs": 1},
         "scheduler": {"max_num_queued_reqs": 0},
         "server": {"api_key": ["k"]},
     }
     with mock_server.start(**settings) as server:
         assert server.post(PATH, input="a").status_code == 401
         server.client.headers["authorization"] = "Bearer k"
-        endless = {"prompt": "endless", "max_tokens": 400, "stream": True}
+        endless = {**ENDLESS, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as stream:
             next(stream.iter_lines())
             with waiting_request(server):
