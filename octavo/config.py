@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.flags import flag
+from octavo.flags import flag, internal
 from octavo.types import ConfigError
 
 GIB = 1 << 30
@@ -238,16 +238,37 @@ class ParallelConfig:
         1, "devices that share each layer", "-tp", group="parallel", minimum=1
     )
     pipeline_parallel_size: int = flag(1, "stages of layers", "-pp", group="parallel", minimum=1)
-    data_parallel_size: int = flag(1, "engine replicas", "-dp", group="parallel", minimum=1)
-    distributed_executor_backend: str | None = flag(
-        None, "uni for one device, else mp or ray", group="parallel", choices=("uni", "mp", "ray")
-    )
-    cpu_threads: int | None = flag(
-        None,
-        "compute threads (default: the cores this process may use)",
+    data_parallel_size: int = flag(
+        1,
+        "engine replicas behind one port, each with GPUs of its own (-tp x -pp), or on a CPU with "
+        "its share of cores and memory",
+        "-dp",
         group="parallel",
         minimum=1,
     )
+    distributed_executor_backend: str | None = flag(
+        None, "uni for one device, else mp or ray", group="parallel", choices=("uni", "mp", "ray")
+    )
+    cluster_secret_file: str | None = flag(
+        None,
+        "file with the secret that the hosts of a cluster share (also OCTAVO_CLUSTER_SECRET); "
+        "nothing listens to other hosts without one",
+        group="parallel",
+    )
+    cpu_threads: int | None = flag(
+        None,
+        "compute threads of a device's process (default: the cores this process may use, divided "
+        "by the devices of all replicas)",
+        group="parallel",
+        minimum=1,
+    )
+    replica: int = internal(0)  # which of the data-parallel replicas this engine is
+    replica_memory: int | None = internal(None)  # bytes it may count on; None: all that is free
+
+    @property
+    def world_size(self) -> int:
+        """Devices of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def check_structured_outputs(settings: dict[str, Any]) -> None:
@@ -410,6 +431,36 @@ def environment_api_keys() -> list[str]:
     return [key.strip() for value in found for key in value.split(",") if key.strip()]
 
 
+SECRET_VARIABLE = "OCTAVO_CLUSTER_SECRET"
+CLUSTER_SECRET_REMEDY = (
+    f"give every host the same with --cluster-secret-file FILE or {SECRET_VARIABLE} "
+    "(`openssl rand -hex 32` makes one)"
+)
+SHORTEST_SECRET = 16  # bytes: a recorded handshake lets secrets be guessed as fast as one can hash
+
+
+def cluster_secret(file: str | None) -> bytes | None:
+    """What the hosts of a cluster know and nobody else: of ``file``, else of the environment;
+    None where there is neither. Raises ConfigError for one that cannot be read or guards
+    nothing."""
+    if file is None:
+        secret, source = os.environ.get(SECRET_VARIABLE, "").strip().encode(), SECRET_VARIABLE
+        if not secret:
+            return None
+    else:
+        source = f"--cluster-secret-file {file}"
+        try:
+            secret = Path(file).expanduser().read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"{source}: cannot be read ({error.strerror})") from None
+    if len(secret) < SHORTEST_SECRET:
+        raise ConfigError(
+            f"{source}: a secret of {len(secret)} bytes can be guessed; at least "
+            f"{SHORTEST_SECRET} are needed (`openssl rand -hex 32` makes one)"
+        )
+    return secret
+
+
 def environment_without_keys() -> dict[str, str]:
     """Of child processes: keys stay with the server that they guard."""
     return {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
@@ -434,13 +485,30 @@ def kernel_cache_dir() -> Path | None:
     return wanted if os.access(existing, os.W_OK) else None
 
 
-def child_environment(threads: int) -> dict[str, str]:
-    """Environment of an engine process: one place decides thread pools. API keys stay here."""
+def child_environment(threads: int, devices: str | None = None) -> dict[str, str]:
+    """Environment of an engine process: one place decides thread pools, and which GPUs it sees
+    (``devices``, as CUDA_VISIBLE_DEVICES; None: those seen here). API keys stay here."""
+    shown = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     return {
         **environment_without_keys(),
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
+        **shown,
     }
+
+
+def visible_devices() -> list[str]:
+    """The GPUs that CUDA would show to this process, as CUDA_VISIBLE_DEVICES names them: those of
+    that variable, else all whose device files are here. Not asked of CUDA, which would take
+    torch: one that is too old to be used counts, too."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        files = Path("/dev").glob("nvidia[0-9]*")
+        return [str(index) for index in range(len([*files]))]
+    # CUDA itself stops at the first that it does not know, so does "-1" by custom.
+    names = [name.strip() for name in chosen.split(",")]
+    end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+    return names[:end]
 
 
 # How long a compute thread that waits for the others spins before it sleeps (GNU OpenMP's unit,
@@ -468,17 +536,29 @@ def prepare_tokenizers() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def require_one_engine(config: EngineConfig) -> None:
+    """Raises ConfigError for replicas where one engine is used in this process."""
+    if (size := config.parallel.data_parallel_size) > 1:
+        raise ConfigError(
+            f"--data-parallel-size {size} (data_parallel_size): only `octavo serve` runs several "
+            "engines; here use 1, or start a server and send it the requests"
+        )
+
+
 def reject_unsupported(config: EngineConfig) -> None:
     """Raises ConfigError for a value that parses but that this version cannot run."""
     parallel = config.parallel
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        size = getattr(parallel, name)
-        if size != 1:
-            spelling = "--" + name.replace("_", "-")
-            raise ConfigError(f"{spelling} {size}: not in this version; use {spelling} 1")
     backend = parallel.distributed_executor_backend
-    if backend not in (None, "uni"):
-        raise ConfigError(f"--distributed-executor-backend {backend}: not in this version")
+    world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if backend == "ray":
+        raise ConfigError(
+            "--distributed-executor-backend ray: ranks of one engine are started by octavo itself; "
+            "leave it out, or use --data-parallel-backend ray for replicas on other nodes"
+        )
+    if backend == "uni" and world > 1:
+        raise ConfigError(
+            f"--distributed-executor-backend uni: {world} devices need as many processes; use mp"
+        )
     if config.model.trust_remote_code:
         raise ConfigError(
             "--trust-remote-code: octavo never runs code from a checkpoint; drop the flag "

@@ -26,6 +26,11 @@ def flag(default: Any, help: str, *names: str, group: str, **extra: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def internal(default: Any) -> Any:
+    """A dataclass field among flags that no flag sets: octavo itself does."""
+    return field(default=default, metadata={"internal": True})
+
+
 def from_flags(config: type[C], values: dict[str, Any]) -> C:
     """Builds ``config`` from flat ``{field name: value}``; nested configurations take their own.
 
@@ -45,7 +50,7 @@ def _from_flags(config: type[C], values: dict[str, Any]) -> C:
     for f in fields(config):  # type: ignore[arg-type]
         if not f.metadata:
             own[f.name] = _from_flags(_nested(f), values)
-        elif f.name in values:
+        elif f.name in values and "internal" not in f.metadata:
             _check_value(f, values[f.name])
             own[f.name] = values[f.name]
     return config(**own)
@@ -55,7 +60,8 @@ def flag_fields(config: type) -> list[tuple[str, Any]]:
     """(name, field) of every flag of ``config`` and of the configurations nested in it."""
     found: list[tuple[str, Any]] = []
     for f in fields(config):
-        found += [(f.name, f)] if f.metadata else flag_fields(_nested(f))
+        if "internal" not in f.metadata:
+            found += [(f.name, f)] if f.metadata else flag_fields(_nested(f))
     return found
 
 

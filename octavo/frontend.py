@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.assembly import Answer
 from octavo.checkpoint.locate import ModelFiles, locate
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, require_one_engine
 from octavo.engine.admission import prepare
 from octavo.engine.messages import EngineInfo, EngineStats
 from octavo.flags import from_flags
@@ -39,6 +39,7 @@ class Frontend:
         from octavo.engine.start import start_engine
 
         config = from_flags(EngineConfig, {"model": model, **settings})
+        require_one_engine(config)
         weights = config.model.load_format != "dummy"
         self.files: ModelFiles = locate(model, config.model.revision, weights=weights)
         self.config = replace(config, model=replace(config.model, model=str(self.files.path)))

@@ -51,6 +51,10 @@ class EngineDead(OctavoError):
     """The engine is gone, hung, loading or draining (HTTP 503)."""
 
 
+class EngineLost(EngineDead):
+    """The engine died or stopped answering while it had the request; another may take it."""
+
+
 class StepFailed(OctavoError):
     """An exception inside a worker's step, in place of the step's result."""
 

@@ -24,8 +24,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collector": set(),
     "parent": set(),
     "grammar": EVERYBODY,
-    "engine": EVERYBODY | {"core", "checkpoint", "grammar"},
-    "engine.process": EVERYBODY | {"engine", "collector", "parent"},
+    "wire": EVERYBODY,
+    "engine": EVERYBODY | {"core", "checkpoint", "grammar", "wire"},
+    "engine.process": EVERYBODY | {"engine", "collector", "parent", "wire"},
     "engine.start": EVERYBODY
     | {"core", "checkpoint", "engine", "grammar", "model.facts", "worker"},
     "assembly": EVERYBODY | {"engine.messages", "outputs", "text"},
@@ -33,9 +34,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant": EVERYBODY | {"ops", "checkpoint.json_file"},
     "parallel": EVERYBODY,
     "model": EVERYBODY | {"ops", "quant", "parallel", "checkpoint"},
-    "worker": EVERYBODY | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"},
+    "worker": EVERYBODY
+    | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"}
+    | {"wire"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
+    | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement"}
     | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},
     "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
@@ -56,6 +60,7 @@ WITHOUT_TORCH = {
         "flags",
         "config",
         "machine",
+        "wire",
         "outputs",
         "core",
         "checkpoint",
@@ -70,7 +75,7 @@ WITHOUT_TORCH = {
         "llm",
         "cli",
     ),
-    *("model.spec", "model.families", "evaluate.corpus", "evaluate.report"),
+    *("model.spec", "model.stages", "model.families", "evaluate.corpus", "evaluate.report"),
     "quantize.recipe",
 }
 

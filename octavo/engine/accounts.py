@@ -3,38 +3,74 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from octavo.config import SchedulerConfig
 from octavo.engine.admission import QueueGate
 from octavo.engine.forecast import PlaceForecast, PlaceWaits
-from octavo.engine.messages import REJECTED, AddRequest, EngineStats, num_ids
+from octavo.engine.messages import (
+    REJECTED,
+    RETRIED,
+    AddRequest,
+    EngineStats,
+    Outputs,
+    Started,
+    num_ids,
+)
 from octavo.engine.streams import RequestStream
 from octavo.types import FinishReason
 
 FORECAST_SECONDS = 0.02  # for which a forecast of places is used again
 
 
+def no_ends() -> dict[str, int]:
+    """Counts of how sequences ended, all 0."""
+    return dict.fromkeys([*(reason.value for reason in FinishReason), REJECTED, RETRIED], 0)
+
+
 class Entry:
     """A submitted request that has not ended. Shared by its n handles."""
 
     __slots__ = (
-        *("handle", "max_tokens", "n", "num_open", "num_prompt_tokens", "num_tokens", "queued"),
-        "stream",
+        *("handle", "max_tokens", "n", "num_open", "num_pending", "num_prompt_tokens"),
+        *("num_tokens", "origin", "queued", "stream", "told"),
     )
 
-    def __init__(self, request: AddRequest, stream: RequestStream) -> None:
+    def __init__(self, request: AddRequest, stream: RequestStream, origin: Origin) -> None:
         self.handle = request.handle
         self.n = self.num_open = request.params.n
         self.num_prompt_tokens = num_ids(request.prompt_ids)
+        self.num_pending = max(0, self.num_prompt_tokens - origin.num_cached)
         self.num_tokens = 0  # output of all its choices
         self.max_tokens = request.max_tokens
         self.queued = True  # counted by the gate: none of its choices has started
+        self.told = False  # its stream holds more of it than that it started
         self.stream = stream
+        self.origin = origin
+
+    @property
+    def fresh(self) -> bool:
+        """Nothing has come of it, so that another engine can begin it again unnoticed."""
+        return not self.told and self.num_open == self.n
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a request comes from: what it takes to begin it again on another engine.
+    ``num_cached``: tokens of its prompt that its engine is thought to have computed before;
+    ``tried``: which engine processes have had it (their clients' ``serial``); ``suspect``: how
+    many of them were lost after they had started it."""
+
+    request: AddRequest
+    num_cached: int = 0
+    tried: tuple[int, ...] = ()
+    suspect: int = 0
 
 
 class Accounts:
     """Sequences (a request with n choices counts n) by handle. Always: ``num_admitted`` ==
-    ``num_running`` + ``num_waiting`` + the sum of ``ended``.
+    ``num_running`` + ``num_waiting`` + the sum of ``ended``, which has RETRIED for those that went
+    on with another engine.
 
     Nothing enters before ``begin``.
     """
@@ -43,7 +79,8 @@ class Accounts:
         """``num_clients``: of the engine; each lets in its part of the queue."""
         self.entries: dict[int, Entry] = {}  # by every open handle
         self.num_admitted = 0
-        self.ended = dict.fromkeys([reason.value for reason in FinishReason] + [REJECTED], 0)
+        self.ended = no_ends()
+        self.num_pending_tokens = 0  # of prompts of which nothing has come back yet
         self.forecast = PlaceForecast()
         self._config = config
         self._num_clients = num_clients
@@ -100,10 +137,12 @@ class Accounts:
             self._waits = self.forecast.waits((e.num_tokens // e.n, e.max_tokens) for e in running)
         return self._waits.of(position) - (now - self._waits_time)
 
-    def enter(self, request: AddRequest, stream: RequestStream) -> None:
+    def enter(self, origin: Origin, stream: RequestStream) -> None:
         """A request was sent; all its sequences wait."""
-        entry = Entry(request, stream)
+        request = origin.request
+        entry = Entry(request, stream, origin)
         self.gate.enter(entry.num_prompt_tokens, time.monotonic())
+        self.num_pending_tokens += entry.num_pending
         handles = range(request.handle, request.handle + entry.n)
         self.entries.update(dict.fromkeys(handles, entry))
         self._waiting.update(handles)
@@ -124,10 +163,75 @@ class Accounts:
             self.forecast.on_end(entry.num_tokens // entry.n, reason == FinishReason.STOP)
         entry.num_open -= 1
         if not entry.num_open:
-            self._leave_queue(entry, started=False)
+            self._leave(entry)
         entry.stream.open.discard(handle)
         if not entry.stream.open:
             entry.stream.wake()
+
+    def hand_over(self, entry: Entry) -> None:
+        """Another engine goes on with all of the request; its stream stays as it is."""
+        for handle in range(entry.handle, entry.handle + entry.n):
+            del self.entries[handle]
+            self._waiting.discard(handle)
+        self.ended[RETRIED] += entry.n
+        self._leave(entry)
+
+    def take(self, outputs: Outputs) -> None:
+        """Sorts what a step gave into the streams that wait for it."""
+        entries = self.entries
+        for started in outputs.started:
+            if (entry := entries.get(started.handle)) is not None:
+                self._take_start(started, entry)
+        now = outputs.stats.time
+        for pair in outputs.pairs():
+            entry = entries.get(pair[0])
+            if entry is not None:
+                if not entry.num_tokens:
+                    self._take_first(entry)
+                entry.num_tokens += 1
+                events = entry.stream.events()
+                events.tokens.append(pair)
+                events.time = now
+        for row in outputs.logprobs:
+            if (entry := entries.get(row.handle)) is not None:
+                entry.stream.more().logprobs.append(row)
+        for rows in outputs.prompt_logprobs:
+            if (entry := entries.get(rows.handle)) is not None:
+                entry.told = True
+                entry.stream.more().prompt_logprobs.append(rows)
+        for pooled in outputs.pooled:
+            if (entry := entries.get(pooled.handle)) is not None:
+                entry.told = True
+                entry.stream.more().pooled.append(pooled)
+        for finished in outputs.finished:
+            if (entry := entries.get(finished.handle)) is not None:
+                entry.told = True
+                self.end(finished.handle, finished.reason)
+                entry.stream.more().finished.append(finished)
+        for rejected in outputs.rejected:
+            if (entry := entries.get(rejected.handle)) is not None:
+                for handle in range(entry.handle, entry.handle + entry.n):
+                    if handle in entries:
+                        self.end(handle, REJECTED)
+                entry.stream.more().rejected.append(rejected)
+
+    def _take_start(self, started: Started, entry: Entry) -> None:
+        self.start(started.handle, entry)
+        if started.handle not in entry.stream.started:  # else it has begun again elsewhere
+            entry.stream.started.add(started.handle)
+            entry.stream.more().started.append(started)
+
+    def _take_first(self, entry: Entry) -> None:
+        """The first token of a request: its prompt has been computed."""
+        entry.told = True
+        self.num_pending_tokens -= entry.num_pending
+        entry.num_pending = 0
+
+    def _leave(self, entry: Entry) -> None:
+        """Nothing of the request is left here."""
+        self._leave_queue(entry, started=False)
+        self.num_pending_tokens -= entry.num_pending
+        entry.num_pending = 0
 
     def _leave_queue(self, entry: Entry, started: bool) -> None:
         if entry.queued:

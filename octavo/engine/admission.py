@@ -287,6 +287,15 @@ def _bad_word(info: EngineInfo, word: list[int]) -> list[int]:
     return word
 
 
+def too_many_prompts(num_requests: int, limit: int) -> InvalidRequest:
+    """What a request holds that could not wait even if it were the only one."""
+    return InvalidRequest(
+        f"prompt holds {num_requests} prompts, this server queues at most {limit} "
+        "(--max-num-queued-reqs): send fewer at once",
+        "prompt",
+    )
+
+
 class QueueGate:
     """Bounds of the waiting queue, in requests, prompt tokens and predicted seconds.
 
@@ -343,11 +352,7 @@ class QueueGate:
         place (``forecast``)."""
         limit = self.max_requests + max(0, num_free_slots)
         if num_requests > max(1, limit):
-            raise InvalidRequest(
-                f"prompt holds {num_requests} prompts, this server queues at most {limit} "
-                "(--max-num-queued-reqs): send fewer at once",
-                "prompt",
-            )
+            raise too_many_prompts(num_requests, limit)
         wait = max(place_wait, self.predicted_wait(now))
         if self.num_requests:
             self._check_room(num_requests, num_tokens, limit, min(60.0, max(1.0, wait / 2)))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,12 +22,11 @@ from pathlib import Path
 import zmq
 
 from octavo.config import EngineConfig
-from octavo.engine.accounts import Accounts
-from octavo.engine.child import EngineChild
+from octavo.engine.accounts import Accounts, Entry, Origin
 from octavo.engine.health import Health
+from octavo.engine.launch import Launched, Launcher, LocalLauncher
 from octavo.engine.messages import (
     CLIENT_SHIFT,
-    REJECTED,
     Abort,
     AddRequest,
     Bye,
@@ -51,22 +50,28 @@ from octavo.engine.messages import (
 )
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.types import ConfigError, EngineDead, FinishReason
+from octavo.types import ConfigError, EngineDead, EngineLost, FinishReason
 
 logger = logging.getLogger("octavo")
 
-ENGINE_COMMAND = (sys.executable, "-m", "octavo.engine.process")
 CHECK_INTERVAL = 0.25
+_serials = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Seat:
     """Which of an engine's clients this is. The first one starts the engine, and judges it; the
-    others are given the directory of the sockets."""
+    others are given the directory of the sockets. The first one makes a directory, and removes
+    it, where none is given."""
 
     index: int = 0
     count: int = 1
     directory: Path | None = None
+
+    @property
+    def first_handle(self) -> int:
+        """Of those that this client may use."""
+        return (self.index << CLIENT_SHIFT) + 1
 
 
 class ProcessClient:
@@ -82,24 +87,33 @@ class ProcessClient:
         self,
         config: EngineConfig,
         on_progress: Callable[[Progress], None] | None = None,
-        command: Sequence[str] = ENGINE_COMMAND,
+        launcher: Launcher | None = None,
         seat: Seat = Seat(),
+        name: str = "",
     ) -> None:
+        """``launcher``: where the engine runs (None: a process of this machine); ``name``: in the
+        log, of the engine where there are several."""
         self.config = config
+        self.name = name
+        self.serial = next(_serials)  # no other client in this process has it
+        # Begins a request again on another engine, once this one is lost; False: it cannot.
+        self.rescue: Callable[[Entry], bool] = lambda entry: False
         self.stats = EngineStats(time=0.0)
         self.draining = False
         self.on_step: Callable[[EngineStats], None] | None = None
-        self._command = list(command)
+        self._launcher = launcher or LocalLauncher()
         self._on_progress = on_progress
         self._info: EngineInfo | None = None
         self._accounts = Accounts(config.scheduler, seat.count)
         self._health = Health(config.scheduler.step_deadline)
         self.seat = seat
-        self._next_handle = (seat.index << CLIENT_SHIFT) + 1
-        self._child: EngineChild | None = None
+        self._next_handle = seat.first_handle
+        self._child: Launched | None = None
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._has_sockets = False
+        self._closed: asyncio.Future[None] | None = None
 
     # ---- life ----
 
@@ -117,12 +131,12 @@ class ProcessClient:
             self._inbox = self._bound(zmq.PULL, "outbox")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            if self.seat.index == 0:
-                shutil.rmtree(own, ignore_errors=True)
+            self._remove_directory()
             raise ConfigError(
                 f"cannot make a socket in {own}: {os.strerror(error.errno or 0)}; set "
                 "TMPDIR to another directory"
             ) from None
+        self._has_sockets = True
         self._loop.add_reader(self._inbox.fileno(), self._read)
         self._tasks = [self._loop.create_task(self._watch_heartbeat())]
         if self.seat.index == 0:
@@ -131,11 +145,12 @@ class ProcessClient:
             self._tasks.append(self._loop.create_task(self._say_hello()))
 
     async def _start_engine(self) -> None:
+        address, seats = self._launcher.address, range(self.seat.count)
         inboxes, outboxes = (
-            ",".join(self._address(name, index) for index in range(self.seat.count))
+            ",".join(address(self.directory, f"{name}-{index}") for index in seats)
             for name in ("inbox", "outbox")
         )
-        self._child = await EngineChild.start(self._command, inboxes, outboxes, self.config)
+        self._child = await self._launcher.launch(inboxes, outboxes, self.config)
         self._tasks.append(self._loop.create_task(self._watch_child(self._child)))
 
     async def _say_hello(self) -> None:
@@ -158,10 +173,9 @@ class ProcessClient:
         return self._info
 
     @property
-    def pid(self) -> int:
+    def pid(self) -> int | None:
         """Of the engine, where this client has started it."""
-        assert self._child is not None
-        return self._child.pid
+        return self._child.pid if self._child is not None else None
 
     @property
     def alive(self) -> bool:
@@ -174,7 +188,15 @@ class ProcessClient:
         return None if self._info is not None else "the model is still loading"
 
     async def close(self, grace: float = 2.0) -> None:
-        """Ends the process (killing it after ``grace`` seconds) and removes the sockets."""
+        """Ends the process (killing it after ``grace`` seconds) and removes the sockets. May be
+        called again, and goes on where its caller is cancelled."""
+        if self._closed is None:
+            self._closed = asyncio.ensure_future(self._close(grace))
+        await asyncio.shield(self._closed)
+
+    async def _close(self, grace: float) -> None:
+        if not self._has_sockets:
+            return
         self._closing = True
         self._fail_all(EngineDead("the server is shutting down"))
         if self._child is not None:
@@ -186,7 +208,10 @@ class ProcessClient:
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
         self._context.term()
-        if self.seat.index == 0:
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        if self.seat.directory is None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     # ---- counts ----
@@ -202,6 +227,12 @@ class ProcessClient:
     @property
     def num_waiting_tokens(self) -> int:
         return self._accounts.num_waiting_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Prompt tokens of the requests of which nothing has come back yet, but for those that the
+        engine is thought to have cached."""
+        return self._accounts.num_pending_tokens
 
     @property
     def num_open(self) -> int:
@@ -224,6 +255,11 @@ class ProcessClient:
         self._require_ready()
         return self._accounts.gate.max_requests
 
+    @property
+    def most_taken(self) -> int:
+        """As ``most_queued``, with those that free places take at once."""
+        return self.most_queued + max(0, self.info.max_num_seqs - self.num_running)
+
     # ---- requests ----
 
     def allocate(self, count: int) -> int:
@@ -243,12 +279,21 @@ class ProcessClient:
         if not continuing:
             num_tokens = sum(num_ids(r.prompt_ids) for r in requests)
             self.check_queue(len(requests), num_tokens, sum(r.params.n for r in requests))
-        handles = [r.handle + i for r in requests for i in range(r.params.n)]
-        stream = RequestStream(self._loop, handles)
+        stream = self.stream_of(requests)
         for request in requests:
-            self._send(request)
-            self._accounts.enter(request, stream)
+            self.enter(Origin(request), stream)
         return stream
+
+    def stream_of(self, requests: Sequence[AddRequest]) -> RequestStream:
+        """Where the events of these requests will be; ``enter`` sends them."""
+        handles = [r.handle + i for r in requests for i in range(r.params.n)]
+        return RequestStream(self._loop, handles)
+
+    def enter(self, origin: Origin, stream: RequestStream) -> None:
+        """Sends a request whose events go to a stream that is there. Raises EngineDead."""
+        self._require_ready()
+        self._send(origin.request)
+        self._accounts.enter(origin, stream)
 
     def check_queue(self, num_requests: int, num_tokens: int = 0, num_sequences: int = 1) -> None:
         """Raises what ``submit`` would raise for so much more, before work is spent on it."""
@@ -263,16 +308,11 @@ class ProcessClient:
             return
         for handle in known:
             self._accounts.end(handle, reason)
-        if not self._health.death:
-            with contextlib.suppress(EngineDead):
-                self._send(Abort(handles=known))
+        self._free(known)
 
     def fail_all(self, error: Exception) -> None:
         """Ends every open stream with ``error`` and frees their requests in the engine."""
-        handles = self._fail_all(error)
-        if handles and not self._health.death:
-            with contextlib.suppress(EngineDead):
-                self._send(Abort(handles=handles))
+        self._free(self._fail_all(error))
 
     async def reset_prefix_cache(self) -> bool:
         """Whether the cache could be emptied (not while requests hold blocks of it)."""
@@ -312,11 +352,8 @@ class ProcessClient:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.bind(self._address(name, self.seat.index))
+        self._launcher.bind(socket, self.directory, f"{name}-{self.seat.index}")
         return socket
-
-    def _address(self, name: str, index: int) -> str:
-        return f"ipc://{self.directory}/{name}-{index}"
 
     def _require_ready(self) -> None:
         if self.draining:
@@ -362,46 +399,37 @@ class ProcessClient:
             if call is not None and not call.done():
                 call.set_result(message.success)
         elif isinstance(message, Failed):
-            self._die(message.message, message.user_error)
+            self.die(message.message, message.user_error)
 
     def _fan_out(self, outputs: Outputs) -> None:
-        accounts, entries = self._accounts, self._accounts.entries
         self.stats = stats = outputs.stats
-        for started in outputs.started:
-            entry = entries.get(started.handle)
-            if entry is not None:
-                accounts.start(started.handle, entry)
-                entry.stream.more().started.append(started)
-        for pair in outputs.pairs():
-            entry = entries.get(pair[0])
-            if entry is not None:
-                entry.num_tokens += 1
-                events = entry.stream.events()
-                events.tokens.append(pair)
-                events.time = stats.time
-        for row in outputs.logprobs:
-            if (entry := entries.get(row.handle)) is not None:
-                entry.stream.more().logprobs.append(row)
-        for rows in outputs.prompt_logprobs:
-            if (entry := entries.get(rows.handle)) is not None:
-                entry.stream.more().prompt_logprobs.append(rows)
-        for pooled in outputs.pooled:
-            if (entry := entries.get(pooled.handle)) is not None:
-                entry.stream.more().pooled.append(pooled)
-        for finished in outputs.finished:
-            if (entry := entries.get(finished.handle)) is not None:
-                accounts.end(finished.handle, finished.reason)
-                entry.stream.more().finished.append(finished)
-        for rejected in outputs.rejected:
-            if (entry := entries.get(rejected.handle)) is not None:
-                for handle in range(entry.handle, entry.handle + entry.n):
-                    if handle in entries:
-                        accounts.end(handle, REJECTED)
-                entry.stream.more().rejected.append(rejected)
+        self._accounts.take(outputs)
         if stats.step_seconds:
-            accounts.forecast.on_step(stats.step_seconds)
+            self._accounts.forecast.on_step(stats.step_seconds)
         if self.on_step is not None:
             self.on_step(stats)
+
+    def _free(self, handles: list[int]) -> None:
+        """What the engine has of them is dropped."""
+        if handles and not self._health.death:
+            with contextlib.suppress(EngineDead):
+                self._send(Abort(handles=handles))
+
+    def _lose(self, error: EngineDead) -> list[int]:
+        """The engine is dead or stalled: of what it has, that of which nothing has come yet goes
+        on elsewhere where that is possible; the rest ends with ``error``."""
+        handles = list(self._accounts.entries)
+        for entry in dict.fromkeys(self._accounts.entries.values()):
+            if entry.fresh and self.rescue(entry):
+                self._accounts.hand_over(entry)
+        num_failed = len(self._fail_all(error))
+        if handles:
+            logger.warning(
+                "%s%s; of its %d sequences %d go on elsewhere, %d end with an error",
+                f"{self.name}: " if self.name else "", error, len(handles),
+                len(handles) - num_failed, num_failed,
+            )  # fmt: skip
+        return handles
 
     def _fail_all(self, error: Exception) -> list[int]:
         handles = list(self._accounts.entries)
@@ -415,12 +443,11 @@ class ProcessClient:
 
     # ---- health ----
 
-    async def _watch_child(self, child: EngineChild) -> None:
-        code = await child.wait()
+    async def _watch_child(self, child: Launched) -> None:
+        how = await child.wait()
         self._read()  # it may have said why
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        if not (self._closing or (self.draining and code == 0 and not self.num_open)):
-            self._die(f"the engine process ended {how}")
+        if not (self._closing or (self.draining and not how and not self.num_open)):
+            self.die(f"the engine process ended {how or 'with exit code 0'}")
 
     async def _watch_heartbeat(self) -> None:
         while not self._health.death:
@@ -434,11 +461,12 @@ class ProcessClient:
 
     def _judge(self, now: float) -> None:
         if fault := self._health.judge(now):
-            self._die(fault)
-        elif self._health.stalled:
-            self.fail_all(EngineDead(self._health.stalled))
+            self.die(fault)
+        elif self._health.stalled and self._accounts.entries:
+            self._free(self._lose(EngineLost(self._health.stalled)))
 
-    def _die(self, why: str, user_error: bool = False) -> None:
+    def die(self, why: str, user_error: bool = False) -> None:
+        """Ends the engine, and everything that waits for it. The first reason counts."""
         if self._health.death:
             return
         self._health.death = why
@@ -448,5 +476,5 @@ class ProcessClient:
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # it may be awaited later, or never
-        self._fail_all(EngineDead(why))
+        self._lose(EngineLost(why))
         self.dead.set()

@@ -74,6 +74,14 @@ class Executor(Protocol):
     def num_pending(self) -> int:
         """How often ``idle`` still has something to do."""
 
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline that plans go through."""
+
+    @property
+    def problem(self) -> str:
+        """Why plans do not come back for the moment; "" where nothing is known to be wrong."""
+
     def start_profile(self, directory: Path) -> None:
         """Traces the steps submitted from now on. Raises ConfigError where that is impossible."""
 
@@ -123,7 +131,7 @@ class Engine:
                 chunked_prefill=config.scheduler.enable_chunked_prefill,
                 adaptive_chunks=config.scheduler.adaptive_chunks,
                 long_prefill_threshold=config.scheduler.long_prefill_token_threshold,
-                max_in_flight=PLANS_IN_FLIGHT if overlap else 1,
+                max_in_flight=PLANS_IN_FLIGHT if overlap and executor.num_stages == 1 else 1,
             ),
             BlockPool(info.num_blocks, info.block_size, config.cache.enable_prefix_caching),
             eos_ids=info.eos_ids,

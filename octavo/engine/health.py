@@ -15,6 +15,7 @@ class Health:
         self._deadline = step_deadline
         self._last_beat = 0.0
         self._step_age = 0.0
+        self._problem = ""
         self.stalled = ""
         self.death = ""
 
@@ -24,7 +25,7 @@ class Health:
 
     def hear(self, beat: Heartbeat) -> None:
         self._last_beat = max(self._last_beat, beat.time)
-        self._step_age = beat.step_age
+        self._step_age, self._problem = beat.step_age, beat.problem
 
     def judge(self, now: float) -> str:
         """Updates ``stalled``. Returns why the engine must be ended, or ""."""
@@ -39,5 +40,5 @@ class Health:
                 f"{self._deadline:g} s"
             )
         else:
-            self.stalled = ""
+            self.stalled = self._problem
         return ""

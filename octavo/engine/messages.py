@@ -18,7 +18,10 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import FinishReason, Pooling, RequestTimings, SamplingParams
 
 CLIENT_SHIFT = 48
-REJECTED = "rejected"  # how a sequence ended that the engine refused, beside the finish reasons
+# How a sequence left its engine, beside the finish reasons: refused by it, or begun again on
+# another one (it had given nothing yet when this one died or stalled).
+REJECTED = "rejected"
+RETRIED = "retried"
 
 
 def pack_ids(ids: Any) -> bytes:
@@ -262,11 +265,13 @@ class Failed(Message, tag=True):
 
 
 class Heartbeat(Message, tag=True):
-    """Every 0.5 s from a thread of its own. ``step_age``: seconds the running step has taken."""
+    """Every 0.5 s from a thread of its own. ``step_age``: seconds the running step has taken.
+    ``problem``: what keeps it from going on, if that is known."""
 
     time: float
     step: int
     step_age: float
+    problem: str = ""
 
 
 ToEngine = AddRequest | SetVocabulary | Abort | ResetPrefixCache | Hello | Bye | Drain

@@ -42,7 +42,7 @@ from octavo.engine.messages import (
 )
 from octavo.engine.seats import Seats
 from octavo.parent import die_with_parent
-from octavo.types import ConfigError
+from octavo.types import ConfigError, EngineDead
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Heart(threading.Thread):
         started = self._loop.engine.step_started
         age = now - started if started is not None else 0.0
         step = self._loop.engine.scheduler.counters.steps
-        beat = encoder.encode(Heartbeat(now, step, age))
+        beat = encoder.encode(Heartbeat(now, step, age, self._loop.problem))
         for socket in sockets:
             with contextlib.suppress(zmq.Again):
                 socket.send(beat, zmq.NOBLOCK)
@@ -97,7 +97,9 @@ class EngineLoop:
         from octavo.engine.start import start_engine
 
         self.engine, self._executor = start_engine(
-            self._config, lambda *news: self._send(Progress(*news))
+            self._config,
+            lambda *news: self._send(Progress(*news)),
+            self._seats.directory,
         )
         self._send(Ready(self.engine.info))
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
@@ -116,8 +118,13 @@ class EngineLoop:
 
     def fail(self, error: BaseException) -> None:
         user_error = isinstance(error, ConfigError)
-        text = str(error) if user_error else f"{type(error).__name__}: {error}"
+        told = user_error or isinstance(error, EngineDead)
+        text = str(error) if told else f"{type(error).__name__}: {error}"
         self._send(Failed(text, user_error))
+
+    @property
+    def problem(self) -> str:
+        return self._executor.problem
 
     def close(self) -> None:
         """Sends what is queued, for at most two seconds."""
@@ -182,7 +189,7 @@ def main() -> int:
         collector.settle()
         loop.run()
     except Exception as error:
-        if not isinstance(error, ConfigError):
+        if not isinstance(error, ConfigError | EngineDead):  # which say all there is to say
             logger.exception("the engine cannot go on")
         loop.fail(error)
         return 2 if isinstance(error, ConfigError) else 1

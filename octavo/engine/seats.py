@@ -6,6 +6,7 @@ A client is an API process; client i has bound its own pair of sockets, ``inbox-
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -25,6 +26,12 @@ class Seats:
         for address in inboxes.split(","):
             self.inbox.connect(address)
         self._outboxes = {i: self._outbox(i) for i in range(len(self._addresses))}
+
+    @property
+    def directory(self) -> Path | None:
+        """Of the first client's sockets, where they lie in one."""
+        kind, _, path = self._addresses[0].partition("://")
+        return Path(path).parent if kind == "ipc" else None
 
     def send(self, message: Message) -> None:
         """To all."""

@@ -17,13 +17,16 @@ from octavo.types import ConfigError, InvalidRequest, Progress, SamplingParams
 from octavo.worker.executor import start_executor
 
 
-def start_engine(config: EngineConfig, progress: Progress) -> tuple[Engine, Executor]:
-    """``config.model.model`` is a local path. Raises ConfigError with the line to show the user."""
+def start_engine(
+    config: EngineConfig, progress: Progress, directory: Path | None = None
+) -> tuple[Engine, Executor]:
+    """``config.model.model`` is a local path; ``directory``: for sockets. Raises ConfigError
+    with the line to show the user."""
     reject_unsupported(config)
     path = Path(config.model.model)
     sampling = _default_sampling(config, path)
     grammars = Grammars()
-    executor, found = start_executor(config, path, progress, grammars)
+    executor, found = start_executor(config, path, progress, grammars, directory)
     info = EngineInfo(
         model=str(path),
         architecture=found.architecture,

@@ -48,6 +48,7 @@ class RequestStream(AsyncIterator[StepEvents]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handles: Iterable[int]) -> None:
         self.open = set(handles)
+        self.started: set[int] = set()  # handles whose Started is out: each is told once
         self._loop = loop
         self._pending: StepEvents | None = None
         self._waiter: asyncio.Future[None] | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.locate import locate
-from octavo.config import EngineConfig, reject_unsupported
+from octavo.config import EngineConfig, reject_unsupported, require_one_engine
 from octavo.evaluate.corpus import cut
 from octavo.evaluate.reading import Logits, Reader, slices
 from octavo.evaluate.report import Comparison, Report, Scored, Sizes
@@ -110,6 +110,7 @@ def free_memory() -> None:
 
 def _located(config: EngineConfig, progress: Progress) -> tuple[EngineConfig, Tokenizer]:
     reject_unsupported(config)
+    require_one_engine(config)
     weights = config.model.load_format != "dummy"
     found = locate(config.model.model, config.model.revision, weights=weights, progress=progress)
     config = replace(config, model=replace(config.model, model=str(found.path)))

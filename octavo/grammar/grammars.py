@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.grammar.gate import Gate, Marker
 from octavo.grammar.matcher import Broken, Matcher, bit_mask
@@ -50,6 +50,16 @@ class _Entry:
         self.is_used = False  # compiled, or being compiled, for them
 
 
+class Mirror(Protocol):
+    """Who draws by the grammars elsewhere, and so has them compiled there too."""
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None: ...
+
+    def prepare(self, text: str) -> None: ...
+
+    def release(self, text: str) -> None: ...
+
+
 class Grammars:
     """Of one engine. ``prepare`` .. ``release`` are the engine thread's, ``matcher`` the worker's;
     a lock guards what they share."""
@@ -65,6 +75,7 @@ class Grammars:
         self._thread: threading.Thread | None = None
         self.prepared = threading.Event()  # set whenever a grammar has become ready
         self._markers = lru_cache(8)(self._marker)
+        self.mirror: Mirror | None = None  # who is told what these are told
 
     # ---- the vocabulary ----
 
@@ -76,6 +87,8 @@ class Grammars:
         """The first one stays: it is the model's."""
         if self._vocabulary is None:
             self._vocabulary = vocabulary
+            if self.mirror is not None:
+                self.mirror.set_vocabulary(vocabulary)
 
     def build(self) -> bool:
         """Makes the tables, which stops this process for a moment: to be done while it is idle.
@@ -114,6 +127,8 @@ class Grammars:
                 "structured output needs a tokenizer; this engine was given none",
                 "structured_outputs",
             )
+        if self.mirror is not None:
+            self.mirror.prepare(text)
         with self._lock:
             entry = self._entries.setdefault(text, _Entry())
             entry.users += 1
@@ -153,6 +168,8 @@ class Grammars:
 
     def release(self, text: str) -> None:
         """A request that had it has ended."""
+        if self.mirror is not None:
+            self.mirror.release(text)
         with self._lock:
             entry = self._entries[text]
             entry.users -= 1

@@ -17,7 +17,9 @@ from octavo.model.layer import Layer, Part
 from octavo.model.linear import Linear
 from octavo.model.norm import Norm
 from octavo.model.recorded import RecordedLayers
+from octavo.model.shard import ALONE, Cut, TensorParallel
 from octavo.model.spec import DecoderSpec
+from octavo.model.stages import Stage, all_layers
 from octavo.model.states import AttentionStates
 from octavo.model.versions import choose_versions
 from octavo.ops.native import library as native
@@ -36,7 +38,9 @@ class Model:
     version chosen for it.
     ``rounding``: what the linears' dense weights become while loading; the embedding's do not, the
     head's where the rounding says so. ``rounds_inputs``: see ``LinearVersions``.
-    ``cache_dtype``: what keys and values are kept in, see ``AttentionGeometry``.
+    ``cache_dtype``: what keys and values are kept in, see ``AttentionGeometry``. ``ranks``: that
+    share each layer; raises ConfigError where it cannot be divided among so many. ``stage``: which
+    of the layers these are, and which ends (``model.stages``); None: all.
     ``quantization``: how the weights are kept, as in ``--quantization``; None: all are dense.
     ``reasons``: why ``dtype`` is what it is. ``weight_bytes``: what the weights take in memory;
     ``linear_bytes``: the layers' matrices of it.
@@ -51,8 +55,12 @@ class Model:
         rounding: Rounding | None = None,
         rounds_inputs: bool = True,
         cache_dtype: torch.dtype | None = None,
+        ranks: TensorParallel = ALONE,
+        stage: Stage | None = None,
     ) -> None:
         self.spec = spec
+        self.ranks = ranks
+        self.stage = stage = stage or all_layers(len(spec.layers))
         self.dtype = dtype
         self.device = device
         self.rounding = rounding
@@ -70,19 +78,27 @@ class Model:
         self.cache_dtype = dtype if cache_dtype is None else cache_dtype
         self._states = AttentionStates(ops, dtype, device, cache_dtype)
         rounds_head = rounding is not None and rounding.head
-        self.embedding = Embedding(spec, ops, make_linear, rounds_head)
+        self.embedding = Embedding(spec, ops, make_linear, rounds_head, ranks, stage)
+        own = list(enumerate(spec.layers))[stage.first_layer : stage.end_layer]
         self.layers = [
-            Layer(f"layers.{index}", layer, spec.hidden_size, self._states, make_linear, ops)
-            for index, layer in enumerate(spec.layers)
+            Layer(f"layers.{index}", layer, spec.hidden_size, self._states, make_linear, ops, ranks)
+            for index, layer in own
         ]
         self._state_of = [self._states.index(layer.mixer.key) for layer in self.layers]
-        self.norm = Norm("norm", spec.norm, spec.hidden_size, ops) if spec.norm else None
+        norm = spec.norm if stage.is_last else None
+        self.norm = Norm("norm", norm, spec.hidden_size, ops) if norm else None
         self._recorded: RecordedLayers | None = None
 
     def parts(self) -> list[Part]:
+        has_end = self.stage.is_first or self.stage.is_last
         extra: list[Part | None] = [self.norm, self._states.factors]
         layers = [part for layer in self.layers for part in layer.parts()]
-        return [self.embedding, *layers, *(part for part in extra if part)]
+        return [*([self.embedding] if has_end else []), *layers, *(part for part in extra if part)]
+
+    def cuts(self) -> dict[str, Cut]:
+        """What this rank keeps of our tensors of which it does not keep all."""
+        of_layers = (cut for layer in self.layers for cut in layer.cuts())
+        return dict([*self.embedding.cuts(), *of_layers])
 
     def finish(self) -> None:
         """After all parts are loaded."""
@@ -106,7 +122,8 @@ class Model:
         kernels = {op: name for op, name in self.implementations.items() if op not in _ASIDE}
         linears = (linear for layer in self.layers for linear in layer.linears())
         return (
-            all(name == "native" for name in kernels.values())
+            self.ranks.comm is None
+            and all(name == "native" for name in kernels.values())
             and all(layer.is_plain for layer in self.layers)
             and all(getattr(linear.apply, "recordable", False) for linear in linears)
         )
@@ -138,21 +155,43 @@ class Model:
             self._copy_blocks(some, pairs)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
-        """Hidden states after the final norm, [T, hidden]; writes the batch's KV into ``cache``."""
-        return self._run(batch, cache, None)
+    def forward(
+        self, batch: ForwardBatch, cache: list[Tensor], hidden: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after the final norm, [T, hidden]; writes the batch's KV into ``cache``.
+
+        A stage that is not the last gives those after its last layer, for the next one: in the
+        model's dtype, of all tokens. One that is not the first takes those as ``hidden``, which may
+        be written over; it does not read the batch's ids."""
+        return self._run(batch, cache, hidden, None)
 
     @torch.inference_mode()
-    def forward_last(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
+    def forward_last(
+        self, batch: ForwardBatch, cache: list[Tensor], hidden: Tensor | None = None
+    ) -> Tensor:
         """The same for the tokens ``batch.logit_rows`` alone, [r, hidden]: the last layer spares
-        the others all but their keys and values."""
-        return self._run(batch, cache, batch.logit_rows)
+        the others all but their keys and values. A stage that is not the last gives all, as
+        ``forward`` does."""
+        return self._run(batch, cache, hidden, batch.logit_rows if self.stage.is_last else None)
 
-    def _run(self, batch: ForwardBatch, cache: list[Tensor], tokens: Tensor | None) -> Tensor:
+    def _run(
+        self,
+        batch: ForwardBatch,
+        cache: list[Tensor],
+        hidden: Tensor | None,
+        tokens: Tensor | None,
+    ) -> Tensor:
+        if (hidden is None) != self.stage.is_first:
+            raise ValueError(
+                "hidden states go into a stage that is not the first, and into no other"
+            )
         states = self._states.prepare(batch)
-        if self._recorded and self.embedding.is_plain:
+        if hidden is not None:
+            x = hidden
+        elif self._recorded and self.embedding.is_plain:
             return self._recorded(self._run_all, batch.token_ids, cache, states, tokens)
-        x = self.embedding(batch.token_ids, batch.positions)
+        else:
+            x = self.embedding(batch.token_ids, batch.positions)
         if self._recorded:
             return self._recorded(self._run_layers, x, cache, states, tokens)
         # On a GPU rows of padding fill a captured step.

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from octavo.model.linear import Linear
+from octavo.model.shard import ALONE, Cut, TensorParallel
 from octavo.model.spec import DecoderSpec
+from octavo.model.stages import Stage, all_layers
+from octavo.ops.cut import outputs_of
 from octavo.ops.sampling import most_likely
 from octavo.ops.weights import dense
 
@@ -19,7 +22,10 @@ class Embedding:
     """Token embedding, and the head, which shares its weight when tied.
 
     The head may repack its copy for multiplying (on a CPU it does, on a GPU not). Rows of a
-    quantized one are read from what has been packed, on a GPU from an expanded copy.
+    quantized one are read from what has been packed, on a GPU from an expanded copy. Ranks that
+    share layers divide the vocabulary: what a token becomes and the logits are whole on each.
+    Of several pipeline stages the first has the one end and the last the other; a tied weight is
+    loaded by both.
     """
 
     def __init__(
@@ -28,15 +34,26 @@ class Embedding:
         ops: Mapping[str, Callable[..., Any]],
         make_linear: Any,
         rounds_head: bool = False,
+        ranks: TensorParallel = ALONE,
+        stage: Stage | None = None,
     ) -> None:
         """``ops``: the chosen versions by name. ``rounds_head``: the head is rounded while loading
-        as other linears are."""
+        as other linears are. ``stage``: whose ends these are; None: there is one."""
         self.spec = spec
+        self.stage = stage or all_layers(len(spec.layers))
         self.operation = ops["embedding"]
         self._add_scaled = ops.get("add_scaled")
         self._soft_cap = ops.get("soft_cap", _no_cap)
-        width = spec.embedding.width
-        head = make_linear((("head", spec.vocab_size),), width, epilogue="logits")
+        width, shard = spec.embedding.width, ranks.shard
+        self.ranks = ranks
+        self.own = shard.vocabulary(spec.vocab_size) if shard.size > 1 else None
+        self.sizes = shard.vocabulary_sizes(spec.vocab_size)
+        head = make_linear(
+            (("head", spec.vocab_size),),
+            width,
+            epilogue="logits",
+            rows=None if self.own is None else (self.own,),
+        )
         if not rounds_head:
             head.rounding = None
         self.head: Linear = head
@@ -53,29 +70,51 @@ class Embedding:
     @property
     def is_plain(self) -> bool:
         """Whether it calls operations and nothing else of torch between them."""
-        return self.project is None and self.spec.embedding.positions is None
+        alone = self.own is None
+        return alone and self.project is None and self.spec.embedding.positions is None
 
     def linears(self) -> tuple[Linear, ...]:
         """Those with weights of their own."""
-        head = () if self.spec.embedding.tied else (self.head,)
-        return (*head, *(self.project or ()))
+        found = [self.head] if self.stage.is_last and not self.spec.embedding.tied else []
+        if self.project and self.stage.is_first:
+            found.append(self.project[0])
+        if self.project and self.stage.is_last:
+            found.append(self.project[1])
+        return tuple(found)
 
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         spec = self.spec.embedding
-        yield "embed.weight", (self.spec.vocab_size, spec.width)
+        if self.stage.is_first or (self.stage.is_last and spec.tied):
+            yield "embed.weight", (self.spec.vocab_size, spec.width)
         for linear in self.linears():
             yield from linear.wanted()
-        if spec.positions is not None:
+        if spec.positions is not None and self.stage.is_first:
             yield "positions.weight", (spec.positions.rows, self.spec.hidden_size)
 
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        if self.own is not None:
+            yield "embed.weight", Cut((self.own,))
+            yield "head.weight", Cut((self.own,))
+
     def load(self, tensors: Mapping[str, Any]) -> None:
+        if self.stage.is_last:
+            name = "embed.weight" if self.spec.embedding.tied else "head.weight"
+            self.head.load({"head.weight": tensors[name]})
+        if self.stage.is_first:
+            self._load_rows(tensors)
+        for linear in self.linears():
+            if linear is not self.head:
+                linear.load(tensors)
+
+    def _load_rows(self, tensors: Mapping[str, Any]) -> None:
+        """What a token becomes, but for a projection; after the head, if it is here."""
         spec, dtype = self.spec.embedding, self.head.versions.dtype
         weight = tensors["embed.weight"]
-        head = weight if spec.tied else tensors["head.weight"]
-        self.head.load({"head.weight": head})
+        if self.own is not None:
+            weight = outputs_of(weight, (self.own,))
         if isinstance(weight, Tensor) or self.head.versions.device != "cpu":
             self._look_up = partial(_rows, self.operation, dense(weight, dtype))
-        elif spec.tied:
+        elif spec.tied and self.stage.is_last:
             self._look_up = self.head.apply.rows  # type: ignore[attr-defined]
         else:
             packed = self.head.versions.multiplier([weight], None, "none")
@@ -84,12 +123,10 @@ class Embedding:
             self._positions = dense(tensors["positions.weight"], dtype)
         if spec.scale is not None:
             self._scale = float(torch.tensor(spec.scale, dtype=dtype))
-        for linear in self.project or ():
-            linear.load(tensors)
 
     def __call__(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """ids: int64 [T]; positions: int64 [T], which ``is_plain`` does without. [T, hidden]."""
-        x = self._look_up(ids)
+        x = self._look_up(ids) if self.own is None else self._look_up_shared(ids, *self.own)
         if self._scale is not None:
             assert self._add_scaled is not None
             x = self._add_scaled(None, x, self._scale)
@@ -102,11 +139,20 @@ class Embedding:
             )
         return x
 
+    def _look_up_shared(self, ids: Tensor, first: int, end: int) -> Tensor:
+        """Each rank has the rows of its own ids, zeros for others."""
+        local = ids - first
+        is_own = (local >= 0) & (local < end - first)
+        x = self._look_up(local.where(is_own, 0))
+        return self.ranks.summed(x.masked_fill(~is_own[:, None], 0))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [r, hidden]. Returns FP32 [r, vocab]."""
         if self.project:
             hidden = self.project[1](hidden)
         logits = self.head(hidden)
+        if self.own is not None:
+            logits = self.ranks.joined(logits, self.sizes)
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         cap = self.spec.logit_softcap
@@ -117,7 +163,7 @@ class Embedding:
         numbers, which one is not said."""
         largest = getattr(self.head.apply, "largest", None)
         changed = self.spec.logit_softcap is not None or self.spec.logit_scale != 1.0
-        if largest is None or self.project or changed:
+        if largest is None or self.project or changed or self.own is not None:
             return most_likely(self.logits(hidden))
         found: Tensor = largest(hidden)
         return found

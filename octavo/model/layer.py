@@ -14,6 +14,7 @@ from octavo.model.mla import LatentAttention
 from octavo.model.mlp import MLP
 from octavo.model.moe import MoE
 from octavo.model.norm import Norm
+from octavo.model.shard import ALONE, Cut, TensorParallel
 from octavo.model.spec import (
     FeedForwardSpec,
     LayerSpec,
@@ -35,7 +36,7 @@ class Part(Protocol):
         """(our tensor name, stored shape) of what it needs from the checkpoint."""
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Takes its tensors, in the model's dtype."""
+        """Takes its tensors, in the model's dtype, whole."""
 
 
 class Mixer(Part, Protocol):
@@ -52,6 +53,9 @@ class Mixer(Part, Protocol):
     def is_plain(self) -> bool:
         """Whether it calls operations and nothing else of torch between them."""
 
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        """(our tensor name, what of it is kept) of those of which this rank keeps some."""
+
     def linears(self) -> tuple[Linear, ...]: ...
 
     def __call__(self, x: Tensor, cache: Tensor, state: Any) -> Tensor:
@@ -63,6 +67,9 @@ class Mixer(Part, Protocol):
 
 class FeedForward(Part, Protocol):
     """What takes each token by itself."""
+
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        """As a mixer's, of its experts too."""
 
     def linears(self) -> tuple[Linear, ...]: ...
 
@@ -126,16 +133,19 @@ class Layer:
         states: AttentionStates,
         make_linear: Any,
         ops: Operations,
+        ranks: TensorParallel = ALONE,
     ) -> None:
+        """``ranks``: that share the layer."""
         names = ("input_norm", "mixer_norm", "mixer_outer_norm")
         self._around_mixer = Residual(prefix, names, spec.around_mixer, hidden_size, ops)
         names = ("post_norm", "mlp_norm", "mlp_outer_norm")
         self._around_mlp = Residual(prefix, names, spec.around_mlp, hidden_size, ops)
+        of_mixer, of_mlp = self._around_mixer.epilogue, self._around_mlp.epilogue
         self.mixer: Mixer = make_mixer(
-            prefix, spec.mixer, hidden_size, states, make_linear, ops, self._around_mixer.epilogue
+            prefix, spec.mixer, hidden_size, states, make_linear, ops, of_mixer, ranks
         )
         self.mlp: FeedForward = make_mlp(
-            prefix, spec.mlp, hidden_size, make_linear, ops, self._around_mlp.epilogue
+            prefix, spec.mlp, hidden_size, make_linear, ops, of_mlp, ranks
         )
         self._take_rows = ops["take_rows"]
         self.norms = [*self._around_mixer.norms, *self._around_mlp.norms]
@@ -147,6 +157,10 @@ class Layer:
     def load(self, tensors: Mapping[str, Any]) -> None:
         for part in (self.mixer, self.mlp, *self.norms):
             part.load(tensors)
+
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        yield from self.mixer.cuts()
+        yield from self.mlp.cuts()
 
     def linears(self) -> tuple[Linear, ...]:
         return (*self.mixer.linears(), *self.mlp.linears())
@@ -187,10 +201,11 @@ def make_mixer(
     make_linear: Any,
     ops: Operations,
     epilogue: Epilogue,
+    ranks: TensorParallel,
 ) -> Mixer:
     if isinstance(spec, MLASpec):
-        return LatentAttention(prefix, spec, hidden_size, states, make_linear, ops, epilogue)
-    return Attention(prefix, spec, hidden_size, states, make_linear, ops, epilogue)
+        return LatentAttention(prefix, spec, hidden_size, states, make_linear, ops, epilogue, ranks)
+    return Attention(prefix, spec, hidden_size, states, make_linear, ops, epilogue, ranks)
 
 
 def make_mlp(
@@ -200,7 +215,8 @@ def make_mlp(
     make_linear: Any,
     ops: Operations,
     epilogue: Epilogue,
+    ranks: TensorParallel,
 ) -> FeedForward:
     if isinstance(spec, MoESpec):
-        return MoE(prefix, spec, hidden_size, make_linear, ops, epilogue)
-    return MLP(prefix, spec, hidden_size, make_linear, ops.get("activate"), epilogue)
+        return MoE(prefix, spec, hidden_size, make_linear, ops, epilogue, ranks)
+    return MLP(prefix, spec, hidden_size, make_linear, ops.get("activate"), epilogue, ranks)

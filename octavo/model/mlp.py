@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from octavo.model.linear import Linear
+from octavo.model.shard import ALONE, Cut, TensorParallel
 from octavo.model.spec import MLPSpec, PlainMLPSpec
 from octavo.ops.linear import Epilogue
 
 
 class MLP:
     """``activate``: the chosen version of that operation; SiLU with a gate is the linear's own.
-    ``epilogue``: of the last linear, "add" or "none"."""
+    ``epilogue``: of the last linear, "add" or "none". ``ranks``: among which the inner numbers are
+    divided; ``sums``: results are summed over them, else each gives its part."""
 
     def __init__(
         self,
@@ -24,9 +27,12 @@ class MLP:
         make_linear: Any,
         activate: Callable[..., Tensor] | None,
         epilogue: Epilogue,
+        ranks: TensorParallel = ALONE,
+        sums: bool = True,
     ) -> None:
         size = spec.intermediate_size
         self.spec = spec
+        own = ranks.shard.inner(size, "an MLP's inner size") if ranks.shard.size > 1 else None
         self.gated = isinstance(spec, MLPSpec)
         self.fused = self.gated and spec.activation == "silu"
         self.activate = activate
@@ -36,9 +42,15 @@ class MLP:
             hidden_size,
             bias=spec.bias,
             epilogue="silu_mul" if self.fused else "none",
+            rows=None if own is None else (own,) * (2 if self.gated else 1),
         )
         self.down: Linear = make_linear(
-            ((f"{prefix}.down", hidden_size),), size, bias=spec.bias, epilogue=epilogue
+            ((f"{prefix}.down", hidden_size),),
+            size,
+            bias=spec.bias,
+            epilogue=epilogue,
+            columns=own,
+            ranks=ranks if sums else replace(ranks, comm=None),
         )
 
     def linears(self) -> tuple[Linear, ...]:
@@ -47,6 +59,10 @@ class MLP:
     def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from self.gate_up.wanted()
         yield from self.down.wanted()
+
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        yield from self.gate_up.cuts()
+        yield from self.down.cuts()
 
     def load(self, tensors: Mapping[str, Any]) -> None:
         self.gate_up.load(tensors)

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from octavo.model.linear import Linear, rounded
 from octavo.model.mlp import MLP
+from octavo.model.shard import ALONE, Cut, TensorParallel
 from octavo.model.spec import MoESpec
+from octavo.ops.cut import inputs_of, outputs_of
 from octavo.ops.linear import Epilogue
 from octavo.ops.moe import ApplyExperts, OfExperts
-from octavo.ops.weights import Weight, dense
+from octavo.ops.weights import Selected, Weight, dense
 from octavo.quant.multiply import LinearVersions
 from octavo.quant.rounding import Rounding
 from octavo.types import ConfigError
@@ -36,8 +38,10 @@ class Experts:
         operation: Callable[..., ApplyExperts],
         versions: LinearVersions,
         rounding: Rounding | None,
+        ranks: TensorParallel,
     ) -> None:
-        """``rounding``: what dense weights become while loading, by ``versions``."""
+        """``rounding``: what dense weights become while loading, by ``versions``. ``ranks``: among
+        which the inner numbers of each expert are divided."""
         self.prefix = prefix
         self.spec = spec
         self.versions = versions
@@ -50,19 +54,29 @@ class Experts:
         }
         if spec.bias:
             self.shapes |= {"gate_up.bias": (2 * inner,), "down.bias": (hidden_size,)}
+        self.leads = ranks.leads
+        self.cuts: dict[str, Cut] = {}
+        if ranks.shard.size > 1:
+            first, end = ranks.shard.inner(inner, "the experts' inner size")
+            both = ((first, end), (inner + first, inner + end))  # of the gate, of the other
+            self.cuts = {"gate_up.weight": Cut(both), "down.weight": Cut(columns=(first, end))}
+            if spec.bias:
+                self.cuts["gate_up.bias"] = Cut(both)
         self.parts = [Expert(f"{prefix}.experts.{index}", index, self) for index in range(count)]
         self._placed: dict[str, OfExperts] = {}
         self._missing = count
         self.apply: ApplyExperts
 
-    def place(self, index: int, tensors: Mapping[str, Weight]) -> None:
+    def place(self, index: int, tensors: Mapping[str, Weight | Selected]) -> None:
         """tensors: an expert's, by the names of ``shapes``."""
         for name, weight in tensors.items():
             # In FP32 only the definition multiplies on a GPU, and would expand them at each call.
-            expanded = self.versions.device != "cpu" and self.versions.dtype == torch.float32
+            # Nor is there a kernel for experts whose inputs have to be put in their places first.
+            fp32, selected = self.versions.dtype == torch.float32, isinstance(weight, Selected)
+            expanded = self.versions.device != "cpu" and (fp32 or selected)
             tensor = dense(weight, self.versions.dtype) if expanded else weight
             if name not in self._placed:
-                self._placed[name] = self._room(name, tensor)
+                self._placed[name] = self._room(tensor)
             place = self._placed[name]
             if isinstance(place, Tensor) and not isinstance(tensor, Tensor):
                 raise ConfigError(
@@ -89,12 +103,12 @@ class Experts:
         except ValueError as error:
             raise ConfigError(f"{self.prefix}.experts: {error}") from None
 
-    def _room(self, name: str, first: Weight) -> OfExperts:
+    def _room(self, first: Weight | Selected) -> OfExperts:
         """A version packs quantized weights one by one, on a CPU all; a GPU's multiplies dense ones
         from one tensor."""
         if self.versions.device == "cpu" or not isinstance(first, Tensor):
             return [first] * len(self.parts)
-        shape = (len(self.parts), *self.shapes[name])
+        shape = (len(self.parts), *first.shape)
         return torch.empty(shape, dtype=first.dtype, device=first.device)
 
 
@@ -110,13 +124,25 @@ class Expert:
         for name, shape in self.experts.shapes.items():
             yield f"{self.prefix}.{name}", shape
 
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        for name, cut in self.experts.cuts.items():
+            yield f"{self.prefix}.{name}", cut
+
     def load(self, tensors: Mapping[str, Weight]) -> None:
         own = {name: tensors[f"{self.prefix}.{name}"] for name in self.experts.shapes}
         if rounding := self.experts.rounding:
             for name, weight in own.items():
                 if len(weight.shape) == 2:
                     own[name] = rounded(weight, rounding, self.experts.versions)
-        self.experts.place(self.index, own)
+        kept: dict[str, Weight | Selected] = dict(own)
+        for name, cut in self.experts.cuts.items():
+            if cut.rows is not None:
+                kept[name] = outputs_of(own[name], cut.rows)
+            if cut.columns is not None:
+                kept[name] = inputs_of(own[name], *cut.columns)
+        if "down.bias" in own and not self.experts.leads:
+            kept["down.bias"] = torch.zeros_like(own["down.bias"])  # type: ignore[arg-type]
+        self.experts.place(self.index, kept)
 
 
 class MoE:
@@ -130,9 +156,11 @@ class MoE:
         make_linear: Any,
         ops: Mapping[str, Callable[..., Any]],
         epilogue: Epilogue,
+        ranks: TensorParallel = ALONE,
     ) -> None:
         self.prefix = prefix
         self.spec = spec
+        self.ranks = ranks
         self.route: Callable[..., tuple[Tensor, Tensor]] = ops["moe_route"]
         self.correction: Tensor | None = None
         to_scores = partial(
@@ -148,6 +176,7 @@ class MoE:
             ops["moe_experts"],
             self.router.versions,
             self.router.rounding,
+            ranks,
         )
         self.shared: MLP | None = None
         self.shared_gate: Linear | None = None
@@ -160,6 +189,8 @@ class MoE:
                 make_linear,
                 ops.get("activate"),
                 added,
+                ranks,
+                sums=False,
             )
         if spec.shared_gate:
             self.shared_gate = to_scores(((f"{prefix}.shared_gate", 1),))
@@ -177,6 +208,12 @@ class MoE:
         if self.spec.router.corrected:
             yield f"{self.prefix}.router.correction", (self.spec.router.num_experts,)
 
+    def cuts(self) -> Iterator[tuple[str, Cut]]:
+        if self.shared:
+            yield from self.shared.cuts()
+        for expert in self.experts():
+            yield from expert.cuts()
+
     def load(self, tensors: Mapping[str, Any]) -> None:
         for linear in self.linears():
             linear.load(tensors)
@@ -190,6 +227,8 @@ class MoE:
         may be written over. ``slots``: int64 [T], negative for padding, which goes to no expert;
         None where there is none."""
         ids, weights = self.route(self.router(x), self.spec.router, self.correction, slots)
+        if not self.ranks.leads:
+            residual = None
         other = residual
         if self.shared and self.shared_gate:
             share = self.shared_gate(x).sigmoid().to(x.dtype)
@@ -197,4 +236,4 @@ class MoE:
             other = other if residual is None else residual + other
         elif self.shared:
             other = self.shared(x, residual)
-        return self._experts.apply(x, ids, weights, other)
+        return self.ranks.summed(self._experts.apply(x, ids, weights, other))

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo.model.shard import Range, TensorParallel
 from octavo.model.spec import NormSpec, RMSNormSpec
 
 
@@ -37,3 +38,38 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, size]. [T, size], normed over the last axis."""
         return self.operation(x, *self.tensors, self.spec.eps)
+
+
+class SharedNorm:
+    """An RMS norm over columns of which each rank has some: ``own`` of ``size``. ``copies``: how
+    many ranks have the same ones."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: RMSNormSpec,
+        size: int,
+        own: Range,
+        ranks: TensorParallel,
+        copies: int = 1,
+    ) -> None:
+        self.name = f"{name}.weight"
+        self.spec = spec
+        self.size = size
+        self.own = own
+        self.ranks = ranks
+        self.copies = copies
+        self.weight: Tensor
+
+    def wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (self.size,)
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        self.weight = tensors[self.name][slice(*self.own)].float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, own]. The same, divided by the root of the mean square of all ranks' columns."""
+        values = x.float()
+        squares = values.square().sum(dim=1, keepdim=True) / self.copies
+        mean = self.ranks.summed(squares) / self.size
+        return (values * (mean + self.spec.eps).rsqrt() * self.weight).to(x.dtype)

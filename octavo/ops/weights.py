@@ -4,6 +4,7 @@ Three kinds carry every format: codes on an even grid (``QuantizedWeight``: GPTQ
 INT8), codes into a table (``TableWeight``: NF4, FP4, MXFP4, GGUF's IQ4, SqueezeLLM), and FP8
 (``Float8Weight``). Each has ``shape`` [out, in]; ``dense()``, FP32 (FP64 where its scales are);
 ``weight[rows]``, some of the outputs, by a slice or ids; ``to(device)``; ``fields()``, its tensors.
+A rank's share of the inputs may be a ``Selected`` one of these (``ops.cut``).
 """
 
 from __future__ import annotations
@@ -222,6 +223,39 @@ class Float8Weight(_Kind):
         return replace(self, values=values, scales=scales[index], block=(1, self.block[1]))
 
 
+@dataclass(frozen=True)
+class Selected:
+    """A weight [out, P] whose place i multiplies input ``places[i]``; ``inputs``: how many there
+    are. places: int64 [P]; ``inputs`` itself stands for a zero."""
+
+    weight: QuantizedWeight | TableWeight | Float8Weight
+    places: Tensor
+    inputs: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.weight.shape[0], self.inputs))
+
+    def fields(self) -> dict[str, Tensor]:
+        return {**self.weight.fields(), "places": self.places}
+
+    def dense(self) -> Tensor:
+        """FP32 [out, inputs]."""
+        values = self.weight.dense()
+        found = values.new_zeros(values.shape[0], self.inputs + 1)
+        return found.index_add_(1, self.places, values)[:, : self.inputs]
+
+    def __getitem__(self, index: Tensor | slice) -> Selected:
+        return replace(self, weight=self.weight[index])
+
+    def to(self, device: str | torch.device) -> Selected:
+        return replace(self, weight=self.weight.to(device), places=self.places.to(device))
+
+    def taken(self, x: Tensor) -> Tensor:
+        """x: [T, inputs]. What the weight multiplies, [T, P]."""
+        return torch.cat((x, x.new_zeros(len(x), 1)), dim=1).index_select(1, self.places)
+
+
 Quantized = QuantizedWeight | TableWeight | Float8Weight
 Weight = Tensor | Quantized
 
@@ -244,7 +278,7 @@ def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
     return table.gather(1, codes.long())
 
 
-def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+def dense(weight: Weight | Selected, dtype: torch.dtype) -> Tensor:
     """In ``dtype``, expanded where it is quantized: some outputs at a time, since FP32 of all of a
     vocabulary's would take several times the memory of what comes out."""
     if isinstance(weight, Tensor):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from octavo.ops.weights import QuantizedWeight, Weight
+    from octavo.ops.weights import QuantizedWeight, Selected, Weight
 
 
 class LinearVersions:
@@ -96,9 +96,21 @@ class LinearVersions:
         return isinstance(weight, torch.Tensor)
 
     def multiplier(
+        self, weights: Sequence[Weight | Selected], bias: Tensor | None, epilogue: str
+    ) -> Callable[..., Tensor]:
+        """What computes ``linear`` (ops/linear.py) on weights whose rows follow one another. A
+        ``Selected`` one comes alone."""
+        from octavo.ops.weights import Selected
+
+        if isinstance(weights[0], Selected):
+            return Gathered(self, weights[0], bias, epilogue)
+        plain = [weight for weight in weights if not isinstance(weight, Selected)]
+        assert len(plain) == len(weights)
+        return self._multiplier(plain, bias, epilogue)
+
+    def _multiplier(
         self, weights: Sequence[Weight], bias: Tensor | None, epilogue: str
     ) -> Callable[..., Tensor]:
-        """What computes ``linear`` (ops/linear.py) on weights whose rows follow one another."""
         if all(map(self._is_dense, weights)):
             apply: Callable[..., Tensor] = self.dense(weights, bias, epilogue)
             return apply
@@ -130,6 +142,21 @@ def _fit_together(weights: Sequence[Weight]) -> bool:
     from octavo.ops.joined import fit_together
 
     return fit_together(weights)
+
+
+class Gathered:
+    """A product with a ``Selected`` weight: inputs are put in its places first."""
+
+    recordable = False  # on a tape of CPU kernels
+
+    def __init__(
+        self, versions: LinearVersions, weight: Selected, bias: Tensor | None, epilogue: str
+    ) -> None:
+        self._taken = weight.taken
+        self._apply = versions.multiplier([weight.weight], bias, epilogue)
+
+    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return self._apply(self._taken(x), other)
 
 
 class Separate:

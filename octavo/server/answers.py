@@ -22,7 +22,13 @@ from octavo.server.render import rendered
 from octavo.server.sampling import beam_params, renamed_constraint
 from octavo.server.state import ServerState
 from octavo.server.streaming import DONE, EventStream, Frames, encode_json, members
-from octavo.types import FinishReason, InvalidRequest, SamplingParams, StructuredOutputsParams
+from octavo.types import (
+    EngineLost,
+    FinishReason,
+    InvalidRequest,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
@@ -250,21 +256,38 @@ async def respond(
     beams = beam_params(body, params)
     if (constraint := params.structured_outputs) is not None:
         ask.grammar = await in_time(state, body.timeout, arrival, _grammar(state, body, constraint))
-    if beams is None:
-        generation = Generation(state, ask, request.receive)
-    else:
-        generation = BeamGeneration(state, ask, request.receive, beams)
-    answer = answer_type(state, body, generation, name, warnings)
+
+    def made() -> Answer:
+        if beams is None:
+            generation = Generation(state, ask, request.receive)
+        else:
+            generation = BeamGeneration(state, ask, request.receive, beams)
+        return answer_type(state, body, generation, name, warnings)
+
+    answer = made()
     if state.server.enable_log_requests:
         logger.info("%s: %d prompts, %s", name, len(ask.prompts), params)
     if render:
-        prepared = await generation.prepared()
+        prepared = await answer.generation.prepared()
         return await rendered(state, answer.model, prepared, warnings, answer.several)
-    await generation.begin()
-    if body.stream:
+    try:
+        return await _answered(answer)
+    except EngineLost:
+        # Nothing has been sent. The engine's client has moved what had not begun; this had.
+        # Once: a request that kills engines must not take one after the other.
+        if state.client.problem() is not None or state.client.draining:
+            raise
+    ask.again = True
+    return await _answered(made())
+
+
+async def _answered(answer: Answer) -> Response:
+    """The whole response, or the stream whose first event is there."""
+    await answer.generation.begin()
+    if answer.body.stream:
         return EventStream(answer)
     try:
         content = await answer.whole()
     finally:
-        generation.close()
+        answer.generation.close()
     return Response(content, 200, None, "application/json")

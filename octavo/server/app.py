@@ -230,15 +230,8 @@ def _add_facts_routes(api: FastAPI, state: ServerState) -> None:
 
     @api.get("/load")
     async def load() -> Response:
-        """Requests being generated for, and the engine's sequences."""
-        totals = state.metrics.totals()
-        return _json(
-            {
-                "server_load": totals.num_in_flight,
-                "num_running": totals.num_running,
-                "num_waiting": totals.num_waiting,
-            }
-        )
+        """Requests being generated for, and the engines' sequences."""
+        return _json(state.load())
 
     @api.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -262,6 +255,7 @@ def _add_facts_routes(api: FastAPI, state: ServerState) -> None:
         return _json(
             {
                 "engine": engine,
+                "replicas": [replica.facts() for replica in state.client.replicas],
                 "engine_config": state.config,
                 "server_config": server,
                 "api_process": process,

@@ -39,7 +39,8 @@ class BeamGeneration(Generation):
         for request, prompt in zip(requests, self.prompts):
             search = BeamSearch(request, self._beams, info, stop_in, params.logprobs)
             self._searches.append((prompt, search))
-            self._state.metrics.on_admitted(request.params, request.max_tokens)
+            if not self._ask.again:
+                self._state.metrics.on_admitted(request.params, request.max_tokens)
         try:
             await self._step(self._live())
         except BaseException:

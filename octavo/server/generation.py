@@ -91,6 +91,7 @@ class Ask:
     grammar: str = ""
     timeout: float | None = None  # seconds after arrival
     marks: Mapping[int, str] | None = None
+    again: bool = False  # it was admitted before, and lost with its engine
 
 
 class Generation:
@@ -99,7 +100,9 @@ class Generation:
     def __init__(self, state: ServerState, ask: Ask, receive: Receive) -> None:
         self._state = state
         self._ask = ask
-        self._submission = Submission(state, receive, ask.arrival, ask.timeout, self._doing)
+        self._submission = Submission(
+            state, receive, ask.arrival, ask.timeout, self._doing, admitted=ask.again
+        )
         self._first: StepEvents | None = None
         self.num_prompt_logprobs = 0  # entries, all positions and ranks
         self.prompts: list[Prompt] = []
@@ -111,8 +114,9 @@ class Generation:
         self._state.check_serving()
         requests = await self.prepared()
         self._stream: RequestStream = self._submission.submit(requests)
-        for request in requests:
-            self._state.metrics.on_admitted(request.params, request.max_tokens)
+        if not self._ask.again:
+            for request in requests:
+                self._state.metrics.on_admitted(request.params, request.max_tokens)
         try:
             self._first = await anext(self._stream)
             self._refuse_rejected(self._first)

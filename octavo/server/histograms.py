@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from octavo.engine.messages import EngineStats
+
 FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
     80, 160, 640, 2560,
@@ -49,3 +51,20 @@ class Histogram:
             running += count
             result.append((name, float(running)))
         return result
+
+
+class StepHistograms:
+    """Of one engine's steps: tokens, and seconds of the whole and of scheduling."""
+
+    def __init__(self) -> None:
+        self.tokens = Histogram(STEP_TOKEN_BUCKETS)
+        self.seconds = {"schedule": Histogram(STEP_BUCKETS), "total": Histogram(STEP_BUCKETS)}
+        self._last_step = 0
+
+    def observe(self, stats: EngineStats) -> None:
+        if stats.num_steps == self._last_step:
+            return  # news without a step
+        self._last_step = stats.num_steps
+        self.tokens.observe(stats.step_tokens)
+        self.seconds["total"].observe(stats.step_seconds)
+        self.seconds["schedule"].observe(stats.schedule_seconds)

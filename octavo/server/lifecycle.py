@@ -27,8 +27,11 @@ import uvloop
 from octavo import collector
 from octavo.checkpoint.locate import ModelFiles
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.client import ENGINE_COMMAND, ProcessClient, Seat
+from octavo.engine.client import Seat
+from octavo.engine.launch import ENGINE_COMMAND
 from octavo.engine.messages import EngineInfo, Progress
+from octavo.engine.placement import local_replicas
+from octavo.engine.replicas import Replicas
 from octavo.server.group import Board, Group, MemberSettings
 from octavo.types import ConfigError, EngineDead
 
@@ -63,6 +66,11 @@ def serve(
     ``engine_command`` replaces the engine process (tests). Raises ConfigError for what the user
     can mend: a taken port, a model that cannot be loaded.
     """
+    if server.api_server_count > 1 and config.parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"--api-server-count {server.api_server_count} with --data-parallel-size "
+            f"{config.parallel.data_parallel_size}: not in this version; use 1 for one of them"
+        )
     listener, address = bind(server)
     try:
         running = Server(config, server, files, log, listener, address, engine_command)
@@ -145,8 +153,8 @@ class Server:
         self._files, self._log = files, log
         self._listener, self._address = listener, address
         self._seat = seat or Seat(0, server.api_server_count)
-        command = engine_command or ENGINE_COMMAND
-        self._client = ProcessClient(config, self._show_progress, command, self._seat)
+        specs = local_replicas(config, engine_command or ENGINE_COMMAND)
+        self._client = Replicas(specs, self._show_progress, self._seat)
         self._group: Group | None = None
         self._signals = 0
         self._stop = asyncio.Event()
@@ -156,12 +164,12 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        await self._client.start()
-        if self._seat.count > 1 and self._seat.index == 0:
-            self._group = self._make_group()
-            self._group.start()
         http: asyncio.Task[None] | None = None
         try:
+            await self._client.start()
+            if self._seat.count > 1 and self._seat.index == 0:
+                self._group = self._make_group()
+                self._group.start()
             self._make_app()
             if self._listener is not None:
                 http = self._listen(self._listener)
@@ -334,6 +342,7 @@ class Server:
         if self._server.disable_log_stats or self._seat.index:
             return
         metrics, client = self._state.metrics, self._client
+        count = len(client.replicas)
         before = (0, 0)
         while True:
             await asyncio.sleep(STATS_INTERVAL)
@@ -346,7 +355,7 @@ class Server:
             hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
             logger.info(
                 "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, "
-                "KV cache %.1f %%, prefix hits %.1f %%, preemptions %d",
+                "KV cache %.1f %%, prefix hits %.1f %%, preemptions %d%s",
                 (now[0] - before[0]) / STATS_INTERVAL,
                 (now[1] - before[1]) / STATS_INTERVAL,
                 totals.num_running,
@@ -354,6 +363,7 @@ class Server:
                 100 * stats.blocks_used / blocks if blocks else 0.0,
                 100 * hits,
                 stats.num_preemptions,
+                f", {client.num_serving} of {count} replicas serve" if count > 1 else "",
             )
             before = now
 

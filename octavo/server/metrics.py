@@ -9,7 +9,8 @@ token; decode = first → last token; inference = first scheduled → last token
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -23,20 +24,20 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from octavo.engine.client import ProcessClient
-from octavo.engine.messages import REJECTED, EngineStats
+from octavo.engine.messages import REJECTED, RETRIED, EngineStats
+from octavo.engine.replica import Replica
+from octavo.engine.replicas import Replicas
 from octavo.server.group import Board
 from octavo.server.histograms import (
     FIRST_TOKEN_BUCKETS,
     N_BUCKETS,
     PER_TOKEN_BUCKETS,
     REQUEST_BUCKETS,
-    STEP_BUCKETS,
-    STEP_TOKEN_BUCKETS,
     Histogram,
+    StepHistograms,
     token_buckets,
 )
-from octavo.server.totals import Totals, summed
+from octavo.server.totals import EngineTotals, Totals, summed
 from octavo.types import FinishReason, RequestTimings, SamplingParams
 
 # Histograms that each API process has its part of; those of steps are the engine's.
@@ -46,6 +47,7 @@ SUMMED = (
     *("params_n", "params_max_tokens"),
 )
 BOARD_SECONDS = 0.25
+ALL_ENGINES = "all"  # the label of what the API process counts, where there are several engines
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Totals).decode
 
@@ -53,9 +55,11 @@ _decode = msgspec.msgpack.Decoder(Totals).decode
 class Metrics(Collector):
     """What the server measured, and the view of its client's live state."""
 
-    def __init__(self, client: ProcessClient, model_name: str, max_model_len: int = 131072) -> None:
+    def __init__(self, client: Replicas, model_name: str, max_model_len: int = 131072) -> None:
         self._client = client
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._model_name = model_name
+        # What is counted for the whole server is told of the one engine, or of all.
+        self._server_label = "0" if len(client.replicas) == 1 else ALL_ENGINES
         self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
         self.inter_token = Histogram(PER_TOKEN_BUCKETS)
         self.per_output_token = Histogram(PER_TOKEN_BUCKETS)
@@ -64,15 +68,13 @@ class Metrics(Collector):
         self.inference = Histogram(REQUEST_BUCKETS)
         self.prefill = Histogram(REQUEST_BUCKETS)
         self.decode = Histogram(REQUEST_BUCKETS)
-        self.step_tokens = Histogram(STEP_TOKEN_BUCKETS)
-        self.step_seconds = {"schedule": Histogram(STEP_BUCKETS), "total": Histogram(STEP_BUCKETS)}
+        self.steps: defaultdict[int, StepHistograms] = defaultdict(StepHistograms)  # by replica
         self.params_n = Histogram(N_BUCKETS)
         self.refused: dict[int, int] = {400: 0, 404: 0, 429: 0, 503: 0}  # by HTTP status
         self.num_timed_out = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
-        self._last_step = 0
         self.size_by_tokens(max_model_len)
         self.in_flight: Callable[[], int] = lambda: 0  # HTTP requests; set by their owner
         self._board: Board | None = None  # of several API processes
@@ -92,19 +94,14 @@ class Metrics(Collector):
 
     def own(self) -> Totals:
         """What this process has counted, and those that it has survived."""
-        client = self._client
         histograms = {name: getattr(self, name) for name in SUMMED}
         counted = Totals(
+            engines={replica.index: _counted(replica) for replica in self._client.replicas},
             num_in_flight=self.in_flight(),
-            num_running=client.num_running,
-            num_waiting=client.num_waiting,
-            num_waiting_tokens=client.num_waiting_tokens,
-            num_admitted=client.num_admitted,
             num_timed_out=self.num_timed_out,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens,
-            ended=dict(client.ended),
             refused={str(status): count for status, count in self.refused.items()},
             histograms={name: (h.counts, h.total) for name, h in histograms.items()},
         )
@@ -138,13 +135,8 @@ class Metrics(Collector):
 
     # ---- measured in passing ----
 
-    def on_step(self, stats: EngineStats) -> None:
-        if stats.num_steps == self._last_step:
-            return  # news without a step
-        self._last_step = stats.num_steps
-        self.step_tokens.observe(stats.step_tokens)
-        self.step_seconds["total"].observe(stats.step_seconds)
-        self.step_seconds["schedule"].observe(stats.schedule_seconds)
+    def on_step(self, engine: int, stats: EngineStats) -> None:
+        self.steps[engine].observe(stats)
 
     def on_admitted(self, params: SamplingParams, max_tokens: int) -> None:
         self.params_n.observe(params.n)
@@ -188,130 +180,183 @@ class Metrics(Collector):
         yield from self._counters(totals)
         yield from self._histograms(totals)
 
-    def _family(
+    def _of_engines(
         self,
         kind: Callable[..., Metric],
         name: str,
         help: str,
-        values: Iterable[tuple[dict[str, str], float]],
+        values: Callable[[Replica], float | dict[str, float]],
+        label: str = "",
     ) -> Metric:
-        values = list(values)
-        extra = list(values[0][0]) if values else []
-        family = kind(name, help, labels=[*self._labels, *extra])
-        for labels, value in values:
-            family.add_metric([*self._labels.values(), *labels.values()], value)  # type: ignore[attr-defined]
+        """A sample for each engine; with ``label`` one for each value that it takes."""
+        family = kind(name, help, labels=["model_name", "engine", *([label] if label else [])])
+        for replica in self._client.replicas:
+            found = values(replica)
+            for key, value in found.items() if isinstance(found, dict) else [("", found)]:
+                labels = [self._model_name, str(replica.index), *([key] if label else [])]
+                family.add_metric(labels, value)  # type: ignore[attr-defined]
+        return family
+
+    def _of_server(
+        self,
+        kind: Callable[..., Metric],
+        name: str,
+        help: str,
+        values: float | dict[str, float],
+        label: str = "",
+    ) -> Metric:
+        """The sample of the server; with ``label`` one for each value that it takes."""
+        family = kind(name, help, labels=["model_name", "engine", *([label] if label else [])])
+        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+            labels = [self._model_name, self._server_label, *([key] if label else [])]
+            family.add_metric(labels, value)  # type: ignore[attr-defined]
         return family
 
     def _gauges(self, totals: Totals) -> Iterator[Metric]:
-        stats = self._client.stats
-        num_blocks = stats.blocks_used + stats.blocks_cached + stats.blocks_free
-        usage = stats.blocks_used / num_blocks if num_blocks else 0.0
+        engines = totals.engines
 
-        def gauge(name: str, help: str, value: float) -> Metric:
-            return self._family(GaugeMetricFamily, name, help, [({}, value)])
+        def gauge(name: str, help: str, values: Callable[[Replica], float]) -> Metric:
+            return self._of_engines(GaugeMetricFamily, name, help, values)
 
-        yield gauge("vllm:num_requests_running", "Sequences being generated", totals.num_running)
-        yield gauge("vllm:num_requests_waiting", "Sequences in the queue", totals.num_waiting)
-        yield self._family(
+        yield gauge(
+            "vllm:num_requests_running",
+            "Sequences being generated",
+            lambda r: engines[r.index].num_running,
+        )
+        yield gauge(
+            "vllm:num_requests_waiting",
+            "Sequences in the queue",
+            lambda r: engines[r.index].num_waiting,
+        )
+        yield self._of_engines(
             GaugeMetricFamily,
             "vllm:num_requests_waiting_by_reason",
             "Sequences in the queue; capacity: for a free place or KV blocks",
-            [({"reason": "capacity"}, totals.num_waiting), ({"reason": "deferred"}, 0)],
+            lambda r: {"capacity": engines[r.index].num_waiting, "deferred": 0},
+            "reason",
         )
         for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
-            yield gauge(name, "Share of KV blocks held by sequences, 0 to 1", usage)
-        yield self._family(
-            GaugeMetricFamily,
-            "octavo_kv_blocks",
-            "KV blocks by state",
-            [
-                ({"state": "used"}, stats.blocks_used),
-                ({"state": "cached"}, stats.blocks_cached),
-                ({"state": "free"}, stats.blocks_free),
-            ],
+            yield gauge(name, "Share of KV blocks held by sequences, 0 to 1", _usage)
+        yield self._of_engines(
+            GaugeMetricFamily, "octavo_kv_blocks", "KV blocks by state", _blocks, "state"
         )
         yield gauge(
             "octavo_kv_internal_fragmentation_ratio",
             "Share of the used blocks' token places that hold no token",
-            stats.fragmentation,
+            lambda r: r.stats.fragmentation,
         )
         yield gauge(
             "octavo_graphs_pending",
             "CUDA graphs yet to be captured in idle moments",
-            stats.graphs_pending,
+            lambda r: r.stats.graphs_pending,
         )
         yield gauge(
-            "octavo_waiting_prompt_tokens", "Prompt tokens in the queue", totals.num_waiting_tokens
+            "octavo_waiting_prompt_tokens",
+            "Prompt tokens in the queue",
+            lambda r: engines[r.index].num_waiting_tokens,
         )
-        if self._client.problem() is None:
-            yield from self._facts()
+        yield gauge(
+            "octavo_engine_up", "1 while the engine takes requests", lambda r: float(r.serves)
+        )
+        yield from self._facts()
 
     def _facts(self) -> Iterator[Metric]:
-        info, cache = self._client.info, self._client.config.cache
-        facts = {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_blocks),
-            "cache_dtype": cache.kv_cache_dtype,
-            "enable_prefix_caching": str(cache.enable_prefix_caching),
-            "kv_cache_memory_bytes": str(info.kv_cache_bytes),
-        }
+        """Of the engines that serve; nothing before one does."""
+        infos = {r.index: r.info for r in self._client.replicas if r.info is not None}
+        if not infos:
+            return
+        cache = self._client.config.cache
         family = InfoMetricFamily(
-            "vllm:cache_config", "Facts of the KV cache", labels=list(self._labels)
+            "vllm:cache_config", "Facts of the KV cache", labels=["model_name", "engine"]
         )
-        family.add_metric(list(self._labels.values()), facts)
+        for index, info in infos.items():
+            facts = {
+                "block_size": str(info.block_size),
+                "num_gpu_blocks": str(info.num_blocks),
+                "cache_dtype": cache.kv_cache_dtype,
+                "enable_prefix_caching": str(cache.enable_prefix_caching),
+                "kv_cache_memory_bytes": str(info.kv_cache_bytes),
+            }
+            family.add_metric([self._model_name, str(index)], facts)
         yield family
-        yield self._family(
+        yield self._of_engines(
             GaugeMetricFamily,
             "octavo_startup_seconds",
             "Seconds each phase of the start took",
-            [({"phase": phase}, value) for phase, value in info.startup_seconds.items()],
+            lambda r: dict(infos[r.index].startup_seconds) if r.index in infos else {},
+            "phase",
         )
 
     def _counters(self, totals: Totals) -> Iterator[Metric]:
-        stats = self._client.stats
+        engines = totals.engines
 
-        def counter(name: str, help: str, value: float) -> Metric:
-            return self._family(CounterMetricFamily, name, help, [({}, value)])
+        def counter(name: str, help: str, values: Callable[[Replica], float]) -> Metric:
+            return self._of_engines(CounterMetricFamily, name, help, values)
 
-        yield counter("vllm:prefix_cache_queries", "Tokens looked up", stats.prefix_queries)
-        yield counter("vllm:prefix_cache_hits", "Tokens found", stats.prefix_hits)
-        yield counter("vllm:num_preemptions", "Preemptions", stats.num_preemptions)
-        yield counter("octavo_cow_copies", "Blocks copied on write", stats.num_copies)
-        yield counter(
+        def of_server(name: str, help: str, value: float) -> Metric:
+            return self._of_server(CounterMetricFamily, name, help, value)
+
+        for name, help, attribute in (
+            ("vllm:prefix_cache_queries", "Tokens looked up", "prefix_queries"),
+            ("vllm:prefix_cache_hits", "Tokens found", "prefix_hits"),
+            ("vllm:num_preemptions", "Preemptions", "num_preemptions"),
+            ("octavo_cow_copies", "Blocks copied on write", "num_copies"),
+        ):
+            yield counter(name, help, lambda r, a=attribute: getattr(r.stats, a))  # type: ignore[misc]
+        yield of_server(
             "vllm:prompt_tokens", "Prompt tokens of started requests", totals.num_prompt_tokens
         )
-        yield counter(
+        yield of_server(
             "vllm:prompt_tokens_cached", "Of those, found in the cache", totals.num_cached_tokens
         )
-        yield counter(
+        yield of_server(
             "vllm:generation_tokens", "Tokens returned to clients", totals.num_generated_tokens
         )
-        ended = totals.ended
-        yield self._family(
+        yield self._of_engines(
             CounterMetricFamily,
             "vllm:request_success",
             "Sequences that ended, by reason",
-            [({"finished_reason": r.value}, ended[r.value]) for r in FinishReason],
+            lambda r: {
+                reason.value: engines[r.index].ended[reason.value] for reason in FinishReason
+            },
+            "finished_reason",
         )
-        yield counter("octavo_requests_admitted", "Sequences queued", totals.num_admitted)
         yield counter(
-            "octavo_requests_rejected", "Queued sequences the engine refused", ended[REJECTED]
+            "octavo_requests_admitted",
+            "Sequences queued",
+            lambda r: engines[r.index].num_admitted,
         )
         yield counter(
+            "octavo_requests_rejected",
+            "Queued sequences the engine refused",
+            lambda r: engines[r.index].ended[REJECTED],
+        )
+        yield counter(
+            "octavo_requests_retried",
+            "Queued sequences that went on with another engine",
+            lambda r: engines[r.index].ended[RETRIED],
+        )
+        yield counter(
+            "octavo_engine_restarts",
+            "How often the engine was started again",
+            lambda r: r.restarts.count,
+        )
+        yield of_server(
             "octavo_requests_timed_out", "HTTP requests whose timeout passed", totals.num_timed_out
         )
-        yield self._family(
+        yield self._of_server(
             CounterMetricFamily,
             "octavo_requests_refused",
             "HTTP requests refused before they were queued, by status",
-            [({"status": status}, count) for status, count in totals.refused.items()],
+            dict(totals.refused),
+            "status",
         )
         for name, what in (
             ("num_drafts", "Drafts"),
             ("num_draft_tokens", "Draft tokens"),
             ("num_accepted_tokens", "Accepted draft tokens"),
         ):
-            yield counter(f"vllm:spec_decode_{name}", f"{what} (no speculation: 0)", 0)
+            yield counter(f"vllm:spec_decode_{name}", f"{what} (no speculation: 0)", lambda r: 0)
 
     def _histograms(self, totals: Totals) -> Iterator[Metric]:
         for name, help, attribute in (
@@ -342,15 +387,23 @@ class Metrics(Collector):
             ("vllm:request_params_n", "Choices asked for", "params_n"),
             ("vllm:request_params_max_tokens", "max_tokens asked for", "params_max_tokens"),
         ):
-            yield self._histogram(name, help, [({}, self._summed(attribute, totals))])
-        tokens = self.step_tokens
+            summed_up = self._summed(attribute, totals)
+            yield self._histogram(name, help, [([self._server_label], summed_up)])
+        steps = [(str(r.index), self.steps[r.index]) for r in self._client.replicas]
         yield self._histogram(
-            "vllm:iteration_tokens_total", "Tokens computed by a step", [({}, tokens)]
+            "vllm:iteration_tokens_total",
+            "Tokens computed by a step",
+            [([engine], of_engine.tokens) for engine, of_engine in steps],
         )
         yield self._histogram(
             "octavo_step_seconds",
             "Seconds of a step, and of scheduling in it",
-            [({"part": part}, histogram) for part, histogram in self.step_seconds.items()],
+            [
+                ([engine, part], histogram)
+                for engine, of_engine in steps
+                for part, histogram in of_engine.seconds.items()
+            ],
+            "part",
         )
 
     def _summed(self, attribute: str, totals: Totals) -> Histogram:
@@ -359,10 +412,31 @@ class Metrics(Collector):
         return summed
 
     def _histogram(
-        self, name: str, help: str, parts: list[tuple[dict[str, str], Histogram]]
+        self, name: str, help: str, parts: list[tuple[list[str], Histogram]], *label: str
     ) -> Metric:
-        family = HistogramMetricFamily(name, help, labels=[*self._labels, *parts[0][0]])
+        """``parts``: values of the labels engine and ``label``, and the histogram they have."""
+        family = HistogramMetricFamily(name, help, labels=["model_name", "engine", *label])
         for labels, histogram in parts:
-            values = [*self._labels.values(), *labels.values()]
-            family.add_metric(values, histogram.buckets(), histogram.total)
+            labels = [self._model_name, *labels]
+            family.add_metric(labels, histogram.buckets(), histogram.total)
         return family
+
+
+def _counted(replica: Replica) -> EngineTotals:
+    return EngineTotals(
+        num_running=replica.client.num_running,
+        num_waiting=replica.client.num_waiting,
+        num_waiting_tokens=replica.client.num_waiting_tokens,
+        num_admitted=replica.num_admitted,
+        ended=replica.ended,
+    )
+
+
+def _blocks(replica: Replica) -> dict[str, float]:
+    stats = replica.stats
+    return {"used": stats.blocks_used, "cached": stats.blocks_cached, "free": stats.blocks_free}
+
+
+def _usage(replica: Replica) -> float:
+    num_blocks = sum((blocks := _blocks(replica)).values())
+    return blocks["used"] / num_blocks if num_blocks else 0.0

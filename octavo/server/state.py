@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.client import ProcessClient
+from octavo.engine.replicas import Replicas
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.server.errors import NotFound
 from octavo.server.grammars import GrammarChecker
@@ -38,7 +38,7 @@ class ServerState:
     may stay None (--skip-tokenizer-init; a model without a chat template). Raises ConfigError for
     an --api-key-file that cannot be used."""
 
-    def __init__(self, config: EngineConfig, server: ServerConfig, client: ProcessClient) -> None:
+    def __init__(self, config: EngineConfig, server: ServerConfig, client: Replicas) -> None:
         self.config = config
         self.keys = Keys(server.api_key, server.api_key_file)
         self.server = replace(server, api_key=["***"] * len(server.api_key))
@@ -82,6 +82,26 @@ class ServerState:
         problem = self.client.problem()
         if problem or not self.loaded:
             raise EngineDead(problem or "the model is still loading")
+
+    def load(self) -> dict[str, object]:
+        """How much there is to do, for load balancers: HTTP requests being generated for, and
+        sequences in the engines and in each of them. Of several API processes the sum."""
+        totals = self.metrics.totals()
+        serving = {replica.index for replica in self.client.replicas if replica.serves}
+        return {
+            "server_load": totals.num_in_flight,
+            "num_running": totals.num_running,
+            "num_waiting": totals.num_waiting,
+            "engines": [
+                {
+                    "engine": index,
+                    "serves": index in serving,
+                    "num_running": engine.num_running,
+                    "num_waiting": engine.num_waiting,
+                }
+                for index, engine in totals.engines.items()
+            ],
+        }
 
     def check_model(self, name: str | None) -> str:
         """The name to report. None means the served model; raises NotFound for another."""

@@ -27,14 +27,16 @@ class Submission:
         arrival: float,
         timeout: float | None,
         doing: Callable[[], str],
+        admitted: bool = False,
     ) -> None:
         """``timeout``: seconds after ``arrival`` at which it fails; ``doing`` then says what was
-        under way."""
+        under way. ``admitted``: the queue's bounds do not hold for the first batch either."""
         self._state = state
         self._receive = receive
         self._arrival = arrival
         self._timeout = timeout
         self._doing = doing
+        self._admitted = admitted
         self._stream: RequestStream | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -46,7 +48,8 @@ class Submission:
         if self._failure is not None:
             raise self._failure
         is_first = self._stream is None
-        self._stream = self._state.client.submit(requests, continuing=not is_first)
+        continuing = self._admitted or not is_first
+        self._stream = self._state.client.submit(requests, continuing)
         if is_first:
             self._begin()
         return self._stream

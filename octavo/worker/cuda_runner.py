@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from octavo.grammar.grammars import Grammars
 from octavo.grammar.matcher import Matcher
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
+from octavo.model.shard import ALONE, TensorParallel
 from octavo.ops.needs import EDITS, GRAMMAR, LOGPROBS
 from octavo.types import Progress
 from octavo.worker.batch import Rows, order_rows
@@ -44,9 +46,12 @@ from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.pooling import Pools
 from octavo.worker.reports import Report, fetched
 from octavo.worker.sampler import no_logprobs, stack
-from octavo.worker.sizes import Sizes
+from octavo.worker.sizes import MemoryPlan, Sizes
 from octavo.worker.slots import Slots
 from octavo.worker.staging import Downloads, Mark
+
+if TYPE_CHECKING:
+    from octavo.parallel import World
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -126,14 +131,19 @@ class CudaRunner:
         config: EngineConfig,
         path: Path,
         device: Device,
-        load: Callable[[Path, EngineConfig, Progress, str], Model] = load_model,
+        load: Callable[..., Model] = load_model,
         grammars: Grammars | None = None,
+        world: World | None = None,
     ) -> None:
+        """``world``: of several ranks, of which this is one; each executes the same plans, and is
+        given the masks of the one that has ``grammars``."""
         self.config = config
         self.grammars = grammars
         self.path = path
         self.device = device
         self.load = load
+        self.world = world
+        self.ranks = ALONE if world is None else TensorParallel.of(world.tensor)
 
     # ---- start ----
 
@@ -144,7 +154,7 @@ class CudaRunner:
         free, total = torch.cuda.mem_get_info(device)
         memory = GpuMemory(total, free)
         with torch.inference_mode():
-            self.model = self.load(self.path, self.config, clock.enter, "cuda")
+            self.model = self._loaded(clock.enter)
             spec = self.model.spec
             sizes = gpu_sizes(self.config, spec.max_position, total)
             weights = _settled_bytes()
@@ -154,7 +164,9 @@ class CudaRunner:
                 self._reserve(sizes, device)
                 memory = self._profile(sizes, memory)
             clock.enter("cache")
-            plan = plan_gpu_memory(self.config, sizes, self.model.kv_bytes_per_block, memory)
+            plan = self._agreed(
+                plan_gpu_memory(self.config, sizes, self.model.kv_bytes_per_block, memory)
+            )
             with _out_of_memory("cache", self.config, sizes, memory):
                 self.step.cache = self.model.allocate_cache(plan.num_blocks, plan.block_size)
             clock.enter("graphs")
@@ -180,10 +192,26 @@ class CudaRunner:
             reasons={**self.model.reasons, **plan.reasons},
         )
 
+    def _loaded(self, progress: Progress) -> Model:
+        if self.world is None:
+            return self.load(self.path, self.config, progress, "cuda")
+        return self.load(self.path, self.config, progress, "cuda", ranks=self.ranks)
+
+    def _agreed(self, plan: MemoryPlan) -> MemoryPlan:
+        """What the rank with the least memory can hold."""
+        if self.world is None:
+            return plan
+        found = self.world.everyone.smallest([plan.num_blocks, plan.max_model_len])
+        kept = found[0] * self.model.kv_bytes_per_block(plan.block_size)
+        return replace(plan, num_blocks=found[0], max_model_len=found[1], kv_cache_bytes=kept)
+
     def _reserve(self, sizes: Sizes, device: torch.device) -> None:
         """State and buffers of steps, with a cache of one block for the time being."""
         rows, vocab = sizes.max_num_seqs, self.model.spec.vocab_size
-        self.slots = Slots(rows, sizes.max_model_len, sizes.block_size, vocab, self.grammars)
+        follows = not self.ranks.leads
+        self.slots = Slots(
+            rows, sizes.max_model_len, sizes.block_size, vocab, self.grammars, follows
+        )
         tables = DeviceTables.allocate(
             rows, sizes.max_model_len, self.slots.max_blocks, vocab, device
         )
@@ -334,8 +362,10 @@ class CudaRunner:
         for pending in self._unsettled:
             pending.settle()
         self._unsettled.clear()
-        self.slots.constraints.fill(slots.tolist())
+        if self.ranks.leads:
+            self.slots.constraints.fill(slots.tolist())
         self.step.send_masks(places, self.slots.constraints.masks[slots], num_rows)
+        self.ranks.agreed(self.step.masks_of(num_rows))
 
     def _pool_prompts(
         self, rows: Rows, pooling: NDArray[np.int64], hidden: Tensor

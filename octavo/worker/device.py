@@ -56,24 +56,32 @@ class Device:
             ) from error
 
 
-def choose_device() -> Device:
-    """The first GPU that CUDA shows and that is recent enough, else the CPU. What is shown is the
-    user's choice: CUDA_VISIBLE_DEVICES."""
+def choose_device(number: int = 0, count: int = 1) -> Device:
+    """The GPU ``number`` of those that CUDA shows and that are recent enough, else the CPU. What is
+    shown is the user's choice: CUDA_VISIBLE_DEVICES. Raises ConfigError where there are some, but
+    fewer than the ``count`` workers of this host."""
     gpus = visible_gpus()
     if not gpus:
         return Device("cpu", _why_none())
-    for gpu in gpus:
-        if gpu.capability >= LOWEST_CAPABILITY:
-            which = f"the first of {len(gpus)} GPUs" if len(gpus) > 1 else "the GPU"
-            reason = f"{which} that CUDA shows, compute capability {_dotted(gpu.capability)}"
-            return Device("cuda", reason, gpu)
-    old = gpus[0]
-    reason = (
-        f"{old.name} has compute capability {_dotted(old.capability)}, octavo's kernels need "
-        f"{_dotted(LOWEST_CAPABILITY)}"
-    )
-    logger.warning("%s: running on the CPU", reason)
-    return Device("cpu", reason)
+    usable = [gpu for gpu in gpus if gpu.capability >= LOWEST_CAPABILITY]
+    if not usable:
+        old = gpus[0]
+        reason = (
+            f"{old.name} has compute capability {_dotted(old.capability)}, octavo's kernels need "
+            f"{_dotted(LOWEST_CAPABILITY)}"
+        )
+        logger.warning("%s: running on the CPU", reason)
+        return Device("cpu", reason)
+    if count > len(usable):
+        raise ConfigError(
+            f"{count} workers need as many GPUs on this host, CUDA shows {len(usable)} that can be "
+            "used: lower --tensor-parallel-size or --pipeline-parallel-size, or hide all with "
+            "CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    gpu = usable[number]
+    which = f"number {number} of {len(gpus)} GPUs" if len(gpus) > 1 else "the GPU"
+    reason = f"{which} that CUDA shows, compute capability {_dotted(gpu.capability)}"
+    return Device("cuda", reason, gpu)
 
 
 def visible_gpus() -> list[Gpu]:

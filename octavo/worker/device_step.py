@@ -212,6 +212,10 @@ class DeviceStep:
         index[places] = np.arange(len(places))
         self._mask_uploads.send(np.concatenate([index, masks.reshape(-1)]), self._masks)
 
+    def masks_of(self, num_rows: int) -> Tensor:
+        """What ``send_masks`` has filled for so many rows."""
+        return self._masks[: num_rows * (1 + self._mask_words)]
+
     def draw_special(
         self, last: Tensor, reporting: Int64, wanted: Int32, masked: bool = False
     ) -> Report | None:

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,9 @@ from octavo.config import EngineConfig, prepare_torch
 from octavo.core.plan import StepPlan, StepResult
 from octavo.grammar.grammars import Grammars
 from octavo.types import Progress, StepFailed, StepProfile
+from octavo.worker.group import GroupExecutor
 from octavo.worker.info import PhaseClock, WorkerInfo
+from octavo.worker.topology import Topology
 from octavo.worker.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class UniExecutor:
     """A CPU worker, on a thread of this process: plan N + 1 is built while N computes."""
 
     num_pending = 0
+    num_stages = 1
+    problem = ""
 
     def __init__(self, config: EngineConfig, path: Path, grammars: Grammars | None = None) -> None:
         self._config = config
@@ -128,14 +132,17 @@ class CudaExecutor:
     An error of the device itself cannot be survived: it is raised as it is, and ends the engine.
     """
 
+    num_stages = 1
+    problem = ""
+
     def __init__(self, runner: CudaRunner, nvtx: bool = False) -> None:
         self._runner: CudaRunner | None = runner
-        self._tracing = Tracing(nvtx)
+        self.tracing = Tracing(nvtx)
         self._results: deque[Pending | StepFailed] = deque()
 
     def start(self, progress: Progress) -> WorkerInfo:
         """Loads the model. Raises ConfigError when it cannot be used."""
-        self._tracing.prepare()
+        self.tracing.prepare()
         return self._open.start(progress)
 
     @property
@@ -147,12 +154,21 @@ class CudaExecutor:
         import torch
 
         try:
-            with self._tracing.range(plan):
+            with self.tracing.range(plan):
                 self._results.append(self._open.launch(plan))
         except torch.AcceleratorError:
             raise
         except Exception as error:
             self._results.append(failed(plan, error))
+
+    def take_drawn(self, results: Sequence[StepResult]) -> None:
+        """Of a pipeline's last stage: a GPU has all stages."""
+        assert not results
+
+    def ready(self) -> bool:
+        """Whether ``collect`` would return at once."""
+        outcome = self._results[0] if self._results else None
+        return outcome is None or isinstance(outcome, StepFailed) or outcome.mark.reached
 
     def collect(self) -> StepResult:
         outcome = self._results.popleft()
@@ -161,10 +177,10 @@ class CudaExecutor:
         return outcome.finish()
 
     def start_profile(self, directory: Path) -> None:
-        self._tracing.start(directory)
+        self.tracing.start(directory)
 
     def stop_profile(self) -> StepProfile:
-        return self._tracing.stop()
+        return self.tracing.stop()
 
     def idle(self) -> bool:
         import torch
@@ -207,10 +223,18 @@ def columns(plan: StepPlan) -> str:
 
 
 def start_executor(
-    config: EngineConfig, path: Path, progress: Progress, grammars: Grammars | None = None
-) -> tuple[UniExecutor | CudaExecutor, WorkerInfo]:
-    """The executor of the device that is found, started. ``grammars``: those of the requests it
-    will get. Raises ConfigError when the model cannot be used."""
+    config: EngineConfig,
+    path: Path,
+    progress: Progress,
+    grammars: Grammars | None = None,
+    directory: Path | None = None,
+) -> tuple[UniExecutor | CudaExecutor | GroupExecutor, WorkerInfo]:
+    """The executor of the device that is found, or of the processes of several, started.
+    ``grammars``: those of the requests it will get. ``directory``: for sockets. Raises ConfigError
+    when the model cannot be used."""
+    if Topology.of(config).size > 1:
+        group = GroupExecutor(config, grammars or Grammars(), directory)
+        return group, group.start(progress)
     clock = PhaseClock(progress)
     clock.enter("import torch")
     prepare_torch()

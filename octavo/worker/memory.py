@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.config import CacheConfig, EngineConfig
+from octavo.config import CacheConfig, EngineConfig, ParallelConfig
 from octavo.types import ConfigError
 from octavo.worker.sizes import (
     SHORTEST_LENGTH,
@@ -44,7 +44,9 @@ def plan_memory(
     sizes = settle_sizes(config, CPU_DEFAULTS, model_length)
     length, size = sizes.max_model_len, sizes.block_size
     block_bytes = bytes_per_block(size)
-    num_blocks, why = _count_blocks(config.cache, block_bytes, available, sizes.most_blocks)
+    num_blocks, why = _count_blocks(
+        config.cache, block_bytes, available, sizes.most_blocks, config.parallel.data_parallel_size
+    )
 
     if num_blocks * block_bytes > available:
         raise ConfigError(
@@ -63,8 +65,17 @@ def plan_memory(
     return complete_plan(fit_length(sizes, num_blocks), num_blocks, block_bytes, why)
 
 
+def left_for_cache(parallel: ParallelConfig, free: int, weight_bytes: int) -> int:
+    """Bytes that this engine may take, its weights being loaded. Of several replicas each has its
+    part of what was free before any of them loaded: what is free now depends on how far the others
+    have come."""
+    if parallel.replica_memory is None:
+        return free
+    return max(0, min(free, parallel.replica_memory - weight_bytes))
+
+
 def _count_blocks(
-    cache: CacheConfig, block_bytes: int, available: int, most: int
+    cache: CacheConfig, block_bytes: int, available: int, most: int, num_replicas: int
 ) -> tuple[int, str]:
     """And why, where nobody asked for so many."""
     if cache.num_gpu_blocks_override is not None:
@@ -73,8 +84,10 @@ def _count_blocks(
         return cache.kv_cache_memory_bytes // block_bytes, ""
     share = int(available * CPU_CACHE_SHARE) // block_bytes
     if share < most:
-        free = shown(available)
-        return share, f"{CPU_CACHE_SHARE:.0%} of the {free} free after loading the weights"
+        free = f"the {shown(available)} free after loading the weights"
+        if num_replicas > 1:
+            free += f", in this replica's 1/{num_replicas} of the memory"
+        return share, f"{CPU_CACHE_SHARE:.0%} of {free}"
     return most, "all that max_num_seqs requests of full length can use"
 
 

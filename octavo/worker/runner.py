@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,15 +18,20 @@ from octavo.grammar.grammars import Grammars
 from octavo.machine import available_cores, available_memory
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
+from octavo.model.shard import ALONE, TensorParallel
 from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.constraints import advance
 from octavo.worker.info import PhaseClock, WorkerInfo
-from octavo.worker.memory import plan_memory
+from octavo.worker.memory import left_for_cache, plan_memory
 from octavo.worker.pooling import Pools
 from octavo.worker.sampler import Drawn, Sampler, describe, join, no_logprobs, only_tokens, stack
 from octavo.worker.sizes import MemoryPlan
 from octavo.worker.slots import Slots
+from octavo.worker.stages import Stages
+
+if TYPE_CHECKING:
+    from octavo.parallel import World
 
 # Logits are computed for so many bytes of rows at a time.
 LOGITS_BYTES = 64 << 20
@@ -39,13 +46,19 @@ class Runner:
         self,
         config: EngineConfig,
         path: Path,
-        load: Callable[[Path, EngineConfig, Progress], Model] = load_model,
+        load: Callable[..., Model] = load_model,
         grammars: Grammars | None = None,
+        world: World | None = None,
     ) -> None:
+        """``world``: of several ranks, of which this is one; each executes the same plans. Those
+        that have no ``grammars`` are given what the first of them draws."""
         self.config = config
         self.grammars = grammars
         self.path = path
         self.load = load
+        self.world = world
+        self.stages: Stages | None = None
+        self.ranks = ALONE if world is None else TensorParallel.of(world.tensor)
 
     def start(self, progress: Progress) -> WorkerInfo:
         """Everything before the first plan. Raises ConfigError for what cannot be used."""
@@ -53,15 +66,10 @@ class Runner:
         torch.set_num_threads(threads)
         clock = PhaseClock(progress)
         with torch.inference_mode():
-            self.model = self.load(self.path, self.config, clock.enter)
+            self.model = self._loaded(clock.enter)
             spec = self.model.spec
             clock.enter("cache", -1.0)
-            memory = plan_memory(
-                self.config,
-                self.model.kv_bytes_per_block,
-                spec.max_position,
-                available_memory(),
-            )
+            memory = self._plan_memory(spec.max_position)
             self._reserve(memory)
             clock.enter("warm-up", -1.0)
             self._warm_up(memory.num_blocks)
@@ -85,6 +93,46 @@ class Runner:
             reasons={**self.model.reasons, **memory.reasons},
         )
 
+    def _loaded(self, progress: Progress) -> Model:
+        if self.world is None:
+            return self.load(self.path, self.config, progress)
+        place = self.world.place
+        return self.load(
+            self.path,
+            self.config,
+            progress,
+            ranks=self.ranks,
+            stage=place.stage,
+            num_stages=place.pipeline_size,
+        )
+
+    def _plan_memory(self, model_length: int) -> MemoryPlan:
+        """The same on all ranks: what the one with the least memory can hold. Those of a host have
+        an equal part of it."""
+        if self.world is None:
+            return plan_memory(
+                self.config, self.model.kv_bytes_per_block, model_length, self._free_memory(1)
+            )
+        everyone = self.world.everyone
+        everyone.smallest([0])  # all have loaded
+        num_local = self.world.place.num_local
+        free = self._free_memory(num_local) // num_local
+        everyone.smallest([0])  # and looked, before one takes some of it
+        plan = plan_memory(self.config, self.model.kv_bytes_per_block, model_length, free)
+        blocks, length = everyone.smallest([plan.num_blocks, plan.max_model_len])
+        kept = blocks * self.model.kv_bytes_per_block(plan.block_size)
+        return replace(plan, num_blocks=blocks, max_model_len=length, kv_cache_bytes=kept)
+
+    def take_drawn(self, results: Sequence[StepResult]) -> None:
+        """What the last stage drew in steps that this one has computed its part of."""
+        if self.stages and not self.stages.is_last:
+            self.stages.take_drawn(results, self.slots)
+
+    def _free_memory(self, num_ranks: int) -> int:
+        """Bytes that this engine's ranks on this host may still take, all having loaded."""
+        weights = num_ranks * self.model.weight_bytes
+        return left_for_cache(self.config.parallel, available_memory(), weights)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one plan. After an exception the slots are as the next plan expects them."""
         with torch.inference_mode():
@@ -104,26 +152,43 @@ class Runner:
         rows, tokens = memory.max_num_seqs, memory.max_num_batched_tokens
         vocab = self.model.spec.vocab_size
         self.cache = self.model.allocate_cache(memory.num_blocks, memory.block_size)
-        self.slots = Slots(rows, memory.max_model_len, memory.block_size, vocab, self.grammars)
+        self.slots = Slots(
+            rows, memory.max_model_len, memory.block_size, vocab, self.grammars, self.follows
+        )
         self.batches = batches.BatchBuilder(self.slots, max(rows, tokens), rows)
         self.sampler = Sampler(self.slots)
         self.pools = Pools()
         self.logit_rows = max(1, LOGITS_BYTES // (4 * vocab))
+        if self.world is not None and self.world.place.pipeline_size > 1:
+            self.stages = Stages(self.world, self.model)
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank draws in this one's place, where that is more than the most likely
+        token."""
+        return not self.ranks.leads
 
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self.batches.build(plan)
-        tokens = np.zeros((plan.num_rows, 1), dtype=np.int32)
-        accepted = np.zeros(plan.num_rows, dtype=np.int32)
-        result = StepResult(plan.step, tokens, accepted, np.zeros(0, dtype=np.int32))
+        hidden = self.stages.receive(plan.total_tokens) if self.stages else None
+        if self.stages and not self.stages.is_last:
+            self.stages.send(self.model.forward(batch.forward, self.cache, hidden))
+            self.stages.expect(plan, batch, self.slots)
+            return _nothing(plan)
+        return self._finish(plan, batch, hidden)
+
+    def _finish(self, plan: StepPlan, batch: batches.StepBatch, given: Tensor | None) -> StepResult:
+        """What the last stage does, or the only one. ``given``: hidden states of the one before."""
+        result = _nothing(plan)
         if len(batch.scored) or len(batch.pooled):
-            hidden = self.model.forward(batch.forward, self.cache)
+            hidden = self.model.forward(batch.forward, self.cache, given)
             self._score_prompts(batch, hidden, result)
             self._pool_prompts(batch, hidden, result)
             last = hidden[batch.forward.logit_rows]
         elif batch.forward.decode_rows == len(batch.drawing) == plan.num_rows:
-            last = self.model.forward(batch.forward, self.cache)
+            last = self.model.forward(batch.forward, self.cache, given)
         else:
-            last = self.model.forward_last(batch.forward, self.cache)
+            last = self.model.forward_last(batch.forward, self.cache, given)
         if len(batch.drawing):
             self._draw(batch, last, result)
         return result
@@ -136,10 +201,15 @@ class Runner:
         ]
         if not self.slots.needs[slots].any():
             drawn = only_tokens(torch.cat([self.model.most_likely(last[part]) for part in parts]))
+        elif self.follows:
+            for part in parts:
+                self.model.logits(last[part])  # this rank's share of them
+            drawn = only_tokens(self.ranks.agreed(torch.empty(len(slots), dtype=torch.int64)))
         else:
             if self.slots.constraints:
                 self.slots.constraints.fill(slots.tolist())
             drawn = join([self._sample(batch, last, slots, part) for part in parts])
+            self.ranks.agreed(drawn.tokens)
         self.slots.append(slots, batch.draw_positions, drawn.tokens)
         rows = batch.plan_rows[batch.drawing]
         result.tokens[rows, 0] = drawn.tokens.numpy()
@@ -202,9 +272,18 @@ class Runner:
             return
         params = SamplingParams(temperature=0.8, top_p=0.95)
         self.execute(_first_plan(length, params, self.slots.block_size))
-        if time.perf_counter() - began < WARM_UP_SECONDS / 2:
+        if self.world is None and time.perf_counter() - began < WARM_UP_SECONDS / 2:
             self.execute(_next_plan(length))
         self.slots.free(np.zeros(1, dtype=np.int32))
+        if self.stages:
+            self.stages.settle()
+
+
+def _nothing(plan: StepPlan) -> StepResult:
+    """The result of a step that draws nothing."""
+    tokens = np.zeros((plan.num_rows, 1), dtype=np.int32)
+    accepted = np.zeros(plan.num_rows, dtype=np.int32)
+    return StepResult(plan.step, tokens, accepted, np.zeros(0, dtype=np.int32))
 
 
 def _first_plan(num_tokens: int, params: SamplingParams, block_size: int) -> StepPlan:

@@ -59,7 +59,9 @@ class Slots:
         block_size: int,
         vocab_size: int,
         grammars: Grammars | None = None,
+        follows: bool = False,
     ) -> None:
+        """``follows``: another rank draws what grammars allow."""
         self.max_slots = max_slots
         self.max_len = max_len
         self.block_size = block_size
@@ -80,6 +82,7 @@ class Slots:
         def column(dtype: type) -> NDArray[Any]:
             return np.zeros(max_slots, dtype=dtype)
 
+        self.epoch = column(np.int64)  # rises whenever a request leaves the slot
         self.length = column(np.int32)
         self.num_blocks = column(np.int32)
         self.prompt_len = column(np.int32)
@@ -99,6 +102,7 @@ class Slots:
         self.edits: dict[int, Edits] = {}
         self.pooling: dict[int, Pooling] = {}  # of slots whose prompt's vector is wanted
         self.constraints = Constraints(max_slots, vocab_size, grammars)
+        self._follows = follows
 
     def apply(self, plan: StepPlan) -> None:
         """Frees slots, places new requests and sets block table entries, in this order.
@@ -138,6 +142,7 @@ class Slots:
 
     def free(self, slots: NDArray[np.int32]) -> None:
         """Forgets the requests in ``slots``; ids and counts stay until others are placed there."""
+        self.epoch[slots] += 1
         self.length[slots] = 0
         self.num_blocks[slots] = 0
         self.needs[slots] = 0
@@ -174,7 +179,8 @@ class Slots:
         self.needs[slot] = self._needs(params, edits is not None)
         if new.grammar:
             self.needs[slot] |= GRAMMAR
-            self.constraints.place(new, ids)
+            if not self._follows:
+                self.constraints.place(new, ids)
         if self.needs[slot] & PENALTIES:
             self._count(slot, ids[: new.prompt_len], ids[new.prompt_len :])
 

@@ -24,6 +24,11 @@ class Mark:
         if self._event is not None:
             self._event.record()
 
+    @property
+    def reached(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._event is None or bool(self._event.query())
+
     def wait(self) -> None:
         """Blocks this thread until the device has come here."""
         if self._event is not None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from octavo.config import SchedulerConfig
-from octavo.engine.accounts import Accounts
+from octavo.engine.accounts import Accounts, Origin
 from octavo.engine.messages import REJECTED, AddRequest, pack_ids
 from octavo.engine.streams import RequestStream
 from octavo.types import FinishReason, SamplingParams
@@ -25,7 +25,7 @@ def entered(accounts, loop, handle, n=1, max_tokens=50):
     params = SamplingParams(n=n, max_tokens=max_tokens)
     request = AddRequest(handle, f"r{handle}", pack_ids([1, 2, 3]), params, max_tokens, 0.0)
     stream = RequestStream(loop, range(handle, handle + n))
-    accounts.enter(request, stream)
+    accounts.enter(Origin(request), stream)
     return stream
 
 

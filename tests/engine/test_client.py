@@ -13,6 +13,7 @@ import pytest
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.engine.admission import prepare
 from octavo.engine.client import ProcessClient
+from octavo.engine.launch import LocalLauncher
 from octavo.types import ConfigError, EngineDead, FinishReason, QueueFull, SamplingParams
 from tests.fixtures.waiting import PATIENCE, come
 
@@ -26,13 +27,16 @@ def mock_command(**options):
 # Seconds in which an engine's death or standstill is told; alone it takes two at most. Without a
 # watch only a step's deadline, 30 s, would tell.
 TOLD = 15
+ROOMY = {"max_model_len": 32_768, "num_blocks": 4096}  # what is endless ends only by an abort
+
+
+def mock(**options):
+    return LocalLauncher(mock_command(**options))
 
 
 @asynccontextmanager
 async def engine(config=None, **options):
-    roomy = {"max_model_len": 32_768, "num_blocks": 4096}  # what is endless ends only by an abort
-    command = mock_command(**roomy, **options)
-    client = ProcessClient(config or EngineConfig(), command=command)
+    client = ProcessClient(config or EngineConfig(), launcher=mock(**ROOMY, **options))
     await client.start()
     try:
         yield client
@@ -70,7 +74,7 @@ def test_temporary_directory_too_long_for_sockets_is_the_users_to_mend(tmp_path,
 
     async def main():
         with pytest.raises(ConfigError, match="set TMPDIR"):
-            await ProcessClient(EngineConfig(), command=mock_command()).start()
+            await ProcessClient(EngineConfig(), launcher=mock()).start()
 
     asyncio.run(main())
     assert not [*long.iterdir()]
@@ -79,7 +83,7 @@ def test_temporary_directory_too_long_for_sockets_is_the_users_to_mend(tmp_path,
 def test_start_reports_progress_and_what_was_found():
     async def main():
         seen = []
-        client = ProcessClient(EngineConfig(), seen.append, mock_command())
+        client = ProcessClient(EngineConfig(), seen.append, mock())
         await client.start()
         assert client.problem() == "the model is still loading"
         info = await client.ready()
@@ -154,7 +158,13 @@ def test_aborted_handles_end_at_once_and_are_gone_from_the_engine():
             await asyncio.wait_for(collect(stream), PATIENCE)
             assert client.num_running == 0
             assert client.ended["abort"] == client.num_admitted == 2
-            await come(lambda: not client.stats.blocks_used)
+            steps = [-1]
+
+            def stands_still():
+                steps.append(client.stats.num_steps)
+                return steps[-1] == steps[-2]
+
+            await come(stands_still, every=0.1)
 
     asyncio.run(main())
 
@@ -236,7 +246,7 @@ def test_drain_finishes_what_runs_then_the_process_ends_without_alarm():
                 client.submit([request(client, "say:late")])
             tokens, _ = await collect(stream)
             assert len(tokens) == 10
-            assert await asyncio.wait_for(client._child.wait(), PATIENCE) == 0
+            assert await asyncio.wait_for(client._child.wait(), PATIENCE) == ""
             await asyncio.sleep(0.05)
             assert client.alive
 

@@ -18,7 +18,9 @@ import sys
 import threading
 import time
 from array import array
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import zmq
@@ -48,6 +50,9 @@ class Options:
     graphs: int = 0  # to be captured, one in each idle moment
     gate: str = ""  # a file: answers that were told do not end before it exists
     default_sampling: dict[str, float] = field(default_factory=dict)
+    hold: bool = False  # start requests, and never draw a token
+    fail_again: str = ""  # a file: loading fails once it is there
+    replicas: dict[str, dict[str, Any]] = field(default_factory=dict)  # options of some replicas
 
 
 @dataclass
@@ -72,6 +77,7 @@ class MockEngine:
         self.stats = m.EngineStats(time=0.0, graphs_pending=options.graphs)
         self.step_started = 0.0
         self.draining = False
+        self.seen: deque[list[int]] = deque(maxlen=32)
 
     def send(self, message: m.FromEngine) -> None:
         if isinstance(message, m.Outputs):
@@ -80,10 +86,11 @@ class MockEngine:
             self.seats.send(message)
 
     def load(self, config: EngineConfig) -> None:
-        o = self.options
+        own = self.options.replicas.get(str(config.parallel.replica), {})
+        o = self.options = replace(self.options, **own)
         self.send(m.Progress("weights", 0.5))
         time.sleep(o.load_seconds)
-        if o.crash:
+        if o.crash or (o.fail_again and os.path.exists(o.fail_again)):
             os._exit(3)
         if o.fail:
             self.send(m.Failed(o.fail, user_error=True))
@@ -148,6 +155,8 @@ class MockEngine:
                 outputs.rejected.append(m.Rejected(request.handle, self.options.reject, "prompt"))
                 continue
             ids = m.unpack_ids(request.prompt_ids).tolist()
+            self.stats.prompt_tokens += len(ids)
+            self.stats.prompt_tokens_cached += self.known(ids)
             if request.pooling is not None:
                 self.embed(request, ids, now, outputs)
                 continue
@@ -172,6 +181,17 @@ class MockEngine:
                 timings = RequestTimings(request.arrival, now)
                 self.running[request.handle + i] = Row(request, i, script, endless, timings)
 
+    def known(self, ids: list[int]) -> int:
+        """How many ids of a prompt the statistics count as cached: those that begin an earlier
+        one."""
+
+        def shared(seen: list[int]) -> int:
+            return sum(itertools.takewhile(bool, (a == b for a, b in zip(ids, seen))))
+
+        most = max(map(shared, self.seen), default=0)
+        self.seen.append(ids)
+        return min(most, len(ids) - 1)
+
     def embed(self, request: m.AddRequest, ids: list[int], now: float, outputs: m.Outputs) -> None:
         outputs.started.append(m.Started(request.handle, now, 4))
         vector = array("f", [len(ids), ids[0], ids[-1], 1])
@@ -184,7 +204,8 @@ class MockEngine:
 
     def held(self, row: Row) -> bool:
         at_end = not row.endless and row.drawn == len(row.script) - 1
-        return at_end and bool(self.options.gate) and not os.path.exists(self.options.gate)
+        shut = bool(self.options.gate) and not os.path.exists(self.options.gate)
+        return self.options.hold or (at_end and shut)
 
     def draw(self, handle: int, row: Row, outputs: m.Outputs) -> int:
         now = time.monotonic()
@@ -224,6 +245,7 @@ class MockEngine:
         self.admit(outputs)
         rows = [(h, row) for h, row in self.running.items() if not self.held(row)]
         drawn = [(h, self.draw(h, row, outputs)) for h, row in rows]
+        self.stats.generation_tokens += len(drawn)
         outputs.handles = b"".join(h.to_bytes(8, "little") for h, _ in drawn)
         outputs.tokens = m.pack_ids([t for _, t in drawn])
         self.stats.time = time.monotonic()

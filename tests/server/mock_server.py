@@ -67,6 +67,10 @@ class MockServer:
         children = [int(pid) for pid in task.read_text().split()]
         return next(p for p in children if b"octavo.server.member" not in _command_line(p))
 
+    def replicas(self) -> list[dict[str, Any]]:
+        """What /server_info says of each."""
+        return self.client.get("/server_info").json()["replicas"]
+
     def api_pids(self) -> list[int]:
         """Processes that speak HTTP, the first one first."""
         task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
@@ -141,6 +145,7 @@ def start(
     template: str | None = TEMPLATE,
     ready: bool = True,
     marks: Sequence[str] = (),
+    parallel: dict[str, Any] | None = None,
 ) -> Iterator[MockServer]:
     """``marks``: further control tokens; ``said`` has the engine say them."""
     port = free_port()
@@ -152,6 +157,7 @@ def start(
             "server": {"port": port, **(server or {})},
             "scheduler": scheduler or {},
             "model": model or {},
+            "parallel": parallel or {},
         }
         log = Path(directory) / "log"
         with open(log, "wb") as out:
@@ -183,7 +189,13 @@ class _SilentLog:
 
 def main() -> int:
     from octavo.checkpoint.locate import ModelFiles
-    from octavo.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+    from octavo.config import (
+        EngineConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        ServerConfig,
+    )
     from octavo.server.lifecycle import serve
     from octavo.types import ConfigError
 
@@ -192,6 +204,7 @@ def main() -> int:
     config = EngineConfig(
         model=ModelConfig(model=path, served_model_name=["mock", "alias"], **settings["model"]),
         scheduler=SchedulerConfig(**settings["scheduler"]),
+        parallel=ParallelConfig(**settings["parallel"]),
     )
     command = (sys.executable, str(MOCK_ENGINE), json.dumps(settings["engine"]))
     try:

@@ -10,7 +10,7 @@ import threading
 import httpx
 import pytest
 
-from octavo.server.totals import Totals, summed
+from octavo.server.totals import EngineTotals, Totals, summed
 from tests.fixtures.waiting import PATIENCE, until
 from tests.server import mock_server
 from tests.server.test_lifecycle import ENDLESS, SLOW
@@ -249,13 +249,15 @@ def test_a_port_that_another_server_shares_is_taken():
 
 
 def test_sums_of_totals():
-    one = Totals(num_running=2, num_waiting=1, num_admitted=5, ended={"stop": 2, "abort": 0},
-                 histograms={"queue": ([1, 0], 0.5)})  # fmt: skip
+    engine = EngineTotals(num_running=2, num_waiting=1, num_admitted=5,
+                          ended={"stop": 2, "abort": 0})  # fmt: skip
+    one = Totals(engines={0: engine}, histograms={"queue": ([1, 0], 0.5)})
     both = summed([one, one.after_death()])
-    assert (both.num_running, both.num_waiting, both.num_admitted) == (2, 1, 10)
-    assert both.ended == {"stop": 4, "abort": 3}
+    assert (both.num_running, both.num_waiting, both.engines[0].num_admitted) == (2, 1, 10)
+    assert both.engines[0].ended == {"stop": 4, "abort": 3}
     assert both.histograms == {"queue": ([2, 0], 1.0)}
     assert json.loads(json.dumps(one.histograms)) == {"queue": [[1, 0], 0.5]}, "not changed"
+    assert engine.ended == {"stop": 2, "abort": 0}, "not changed"
 
 
 def test_a_list_longer_than_a_process_may_queue_is_taken_in_parts():

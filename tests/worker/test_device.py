@@ -26,7 +26,7 @@ def test_a_recent_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     device = chosen(monkeypatch, H200)
     assert (device.kind, device.label) == ("cuda", "cuda:0 NVIDIA H200")
     assert device.reason == "the GPU that CUDA shows, compute capability 9.0"
-    assert "the first of 2 GPUs" in chosen(monkeypatch, H200, A100).reason
+    assert "number 0 of 2 GPUs" in chosen(monkeypatch, H200, A100).reason
 
 
 def test_an_older_gpu_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

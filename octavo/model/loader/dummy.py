@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,8 @@ _POOL = 1_000_003  # a prime: tiled rows of any width differ
 
 
 class DummySource:
-    """Seeded: matrices N(0, 1 / in), norms 1, biases small; the same for the same seed and device.
+    """Seeded: matrices N(0, 1 / in), norms 1, biases small; a tensor of a name is the same for the
+    same seed and device, whatever others a rank has.
 
     On a CPU numbers are cut from a pool of a million; a GPU draws each one, where it will lie.
     """
@@ -57,10 +59,10 @@ class DummySource:
         self.spec = spec
         self.dtype = dtype
         self.device = device
+        self._seed = seed
         self._generator = torch.Generator(device).manual_seed(seed)
         if device == "cpu":
             self._pool = torch.randn(_POOL, generator=self._generator)
-            self._offset = 0
 
     def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[()]:
         return ()
@@ -99,11 +101,12 @@ class DummySource:
     ) -> Callable[[], Weight]:
         found = self._format_of(name) if len(shape) == 2 else None
         if found is not None:
-            return partial(self._quantized, found, shape)
+            return partial(self._quantized, name, found, shape)
         return partial(self._make, name, shape, dtype)
 
-    def _quantized(self, found: CheckpointFormat, shape: tuple[int, ...]) -> Weight:
+    def _quantized(self, name: str, found: CheckpointFormat, shape: tuple[int, ...]) -> Weight:
         """Codes of random bits, scales of one size."""
+        self._generator.manual_seed(self._seed_of(name))
         tensors = {}
         rows, inputs = shape
         for tensor in found.tensors():
@@ -130,6 +133,9 @@ class DummySource:
         drawn = torch.empty(count, dtype=torch.uint8, device=self.device)
         return drawn.random_(0, top, generator=self._generator).view(dtype)
 
+    def _seed_of(self, name: str) -> int:
+        return (self._seed + zlib.crc32(name.encode())) % 2**64
+
     def close(self) -> None:
         pass
 
@@ -139,8 +145,8 @@ class DummySource:
         scale = 1 / math.sqrt(shape[-1]) if len(shape) > 1 else 0.02
         if self.device != "cpu":
             empty = torch.empty(shape, dtype=dtype, device=self.device)
+            self._generator.manual_seed(self._seed_of(name))
             return empty.normal_(0.0, scale, generator=self._generator)
         count = math.prod(shape)
-        self._offset = (self._offset + 7919) % _POOL
-        pool = self._pool.roll(-self._offset).mul_(scale).to(dtype)
+        pool = self._pool.roll(-self._seed_of(name) % _POOL).mul_(scale).to(dtype)
         return pool.repeat(-(-count // _POOL))[:count].view(shape).clone()

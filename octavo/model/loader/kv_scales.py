@@ -57,15 +57,16 @@ def load_kv_scales(model: Model, source: SafetensorsSource) -> int:
     """Gives the model's attention layers their scales. Returns how many have some; the others keep
     1. Raises ConfigError for scales that mean nothing."""
     found = 0
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(model.layers, model.stage.first_layer):
         if not isinstance(layer.mixer, Attention):
             continue
-        heads = layer.mixer.spec.num_kv_heads
+        heads = layer.mixer.whole.num_kv_heads
         both = [_scale(source, f"layers.{index}", kind, heads) for kind in "kv"]
         if all(scale is None for scale in both):
             continue
         scales = [torch.ones(heads) if scale is None else scale for scale in both]
-        layer.mixer.kv_scales = torch.stack(scales).to(model.device)
+        own = slice(*layer.mixer.heads.keys)
+        layer.mixer.kv_scales = torch.stack(scales)[:, own].contiguous().to(model.device)
         found += 1
     return found
 

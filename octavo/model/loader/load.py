@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from octavo.model.loader.kv_scales import settle_cache
 from octavo.model.loader.pickled import read_pickled
 from octavo.model.loader.safetensors import SafetensorsSource, read_safetensors
 from octavo.model.loader.shards import Headers
+from octavo.model.loader.sizes import divided, wanted_by, weight_bytes
 from octavo.model.loader.source import WHOLE, Share, WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
+from octavo.model.shard import ALONE, TensorParallel
 from octavo.ops.weights import Weight
 from octavo.quant.scheme import read_scheme
 from octavo.types import ConfigError, Progress
@@ -39,12 +42,20 @@ BYTES_AHEAD = 1 << 30
 
 
 def load_model(
-    path: str | Path, config: EngineConfig, progress: Progress, device: str = "cpu"
+    path: str | Path,
+    config: EngineConfig,
+    progress: Progress,
+    device: str = "cpu",
+    ranks: TensorParallel = ALONE,
+    stage: int = 0,
+    num_stages: int = 1,
 ) -> Model:
-    """A model from a checkpoint directory or a GGUF file, for ``device`` ("cpu", "cuda").
+    """A model from a checkpoint directory or a GGUF file, for ``device`` ("cpu", "cuda"), or this
+    rank's share of it: of the layers of pipeline stage ``stage`` of ``num_stages``.
 
     ``progress`` is told while weights load. Raises ConfigError, in one line, for
-    whatever is wrong with the files, before memory is taken where the headers tell.
+    whatever is wrong with the files, before memory is taken where the headers tell, in every stage
+    alike.
     """
     with closing(open_source(Path(path), config.model, device)) as source:
         dtype, reason = choose_dtype(config.model.dtype, device, source.dtype)
@@ -53,7 +64,8 @@ def load_model(
         name, why = quantization.name, quantization.reason
         if quantization.keeps_groups:
             name, why = _what_groups_there_are(source, config.model.quantization, why)
-        model = Model(
+        make = partial(
+            Model,
             source.spec,
             dtype,
             device,
@@ -62,11 +74,17 @@ def load_model(
             quantization.rounds_inputs,
             cache_dtype,
         )
+        own, shares = None, None
+        if num_stages > 1:
+            whole = make()
+            shares = check_complete(source, wanted_by(whole.parts()))
+            own = divided(whole, source, dtype, num_stages)[stage]
+        model = make(ranks, own)
         model.quantization = name
         model.reasons["dtype"] = reason
         if name:
             model.reasons["quantization"] = f"{name}: {why}"
-        load_weights(model, source, dtype, progress)
+        load_weights(model, source, dtype, progress, shares)
         _check_inputs(model, config.model)
         if cache_dtype is not None:
             model.reasons["kv_cache_dtype"] = settle_cache(model, source)
@@ -146,19 +164,23 @@ def _stored_tensors(directory: Path, kind: str) -> Headers:
 
 
 def load_weights(
-    model: Model, source: WeightSource, dtype: torch.dtype, progress: Progress
+    model: Model,
+    source: WeightSource,
+    dtype: torch.dtype,
+    progress: Progress,
+    shares: Mapping[str, Share] | None = None,
 ) -> None:
-    """Part by part, so that the peak stays near the final size."""
+    """Part by part, so that the peak stays near the final size. ``shares``: see ``check_complete``,
+    which has been called with what all stages want; None: this is the only one."""
     parts = model.parts()
-    wanted: dict[str, tuple[int, ...]] = {}
-    for part in parts:
-        for name, shape in part.wanted():
-            if name in wanted:
-                raise ValueError(f"two parts want {name}")
-            wanted[name] = shape
-    shares = check_complete(source, wanted)
-
-    model.weight_bytes, model.linear_bytes = _weight_bytes(model, source, wanted, dtype)
+    wanted = wanted_by(parts)
+    if shares is None:
+        shares = check_complete(source, wanted)
+    cuts = model.cuts()
+    kept = {
+        name: cuts[name].shape(shape) if name in cuts else shape for name, shape in wanted.items()
+    }
+    model.weight_bytes, model.linear_bytes = weight_bytes(model, source, kept, dtype)
     _check_free(model, source)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
     if model.rounding:
@@ -175,58 +197,6 @@ def load_weights(
         done += size
     model.finish()
     progress("loading weights", 1.0, total)
-
-
-def _weight_bytes(
-    model: Model, source: WeightSource, wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> tuple[int, int]:
-    """What the weights take in memory once they are packed: all, and the layers' matrices."""
-    linears = [*(x for layer in model.layers for x in layer.linears()), *model.embedding.linears()]
-    groups = [([f"{name}.weight" for name, _ in x.parts], x.is_rounded) for x in linears]
-    fused = {name for names, _ in groups for name in names}
-    for name in sorted(set(wanted) - fused):
-        is_expert = ".experts." in name and len(wanted[name]) == 2
-        groups.append(([name], is_expert and model.rounding is not None))
-    expanded = _expanded(model, wanted)
-    size = of_layers = 0
-    for names, is_rounded in groups:
-        shapes = {name: wanted[name] for name in names}
-        if expanded.issuperset(names):
-            taken = sum(map(math.prod, shapes.values())) * dtype.itemsize
-        elif is_rounded and not any(map(source.is_quantized, names)):
-            assert model.rounding is not None
-            taken = sum(model.rounding.bytes_of(*shape) for shape in shapes.values())
-        elif len({source.is_quantized(name) for name in names}) == 1:
-            taken = source.bytes_packed(shapes, dtype)
-        else:  # packed apart
-            taken = sum(source.bytes_packed({name: shapes[name]}, dtype) for name in names)
-        size += taken
-        if names[0].startswith("layers.") and len(wanted[names[0]]) > 1:
-            of_layers += taken
-    shared = source.is_quantized("embed.weight")  # rows are read from the head's packed copy
-    tied, rounding = model.spec.embedding.tied, model.embedding.head.rounding
-    shape = wanted["embed.weight"]
-    if tied and rounding:
-        size += rounding.bytes_of(*shape)
-    elif tied and model.device == "cpu" and not shared:
-        size += math.prod(shape) * dtype.itemsize
-    if shared and model.device != "cpu":  # rows come from an expanded copy
-        packed = 0 if tied else source.bytes_packed({"embed.weight": shape}, dtype)
-        size += math.prod(shape) * dtype.itemsize - packed
-    return size, of_layers
-
-
-def _expanded(model: Model, wanted: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Those of ``wanted`` that are dense in memory however they are stored: of routers, what latent
-    attention absorbs, and a GPU's experts in FP32."""
-    linears = (linear for layer in model.layers for linear in layer.linears())
-    exact = [linear for linear in linears if linear.exact is not None]
-    found = {f"{name}.weight" for linear in exact for name, _ in linear.parts}
-    in_fp32 = model.device != "cpu" and model.dtype == torch.float32
-    for name in wanted:
-        if name.endswith(".kv_up.weight") or (in_fp32 and ".experts." in name):
-            found.add(name)
-    return found
 
 
 def _fetched(

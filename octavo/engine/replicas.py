@@ -1,0 +1,372 @@
+"""Data parallelism: the engines of a server behind one client.
+
+``Replicas`` is to the server what a ``ProcessClient`` is to one engine, and holds one for each
+replica. A request goes to one replica (``routing``) with all its choices; its events come from that
+one's client straight into its stream, so tokens take no further hop. A replica that dies or stands
+still is left out; what it has and of which nothing has come yet begins again on another one, the
+rest ends with EngineDead. One that died is started again. When the last is gone the server is.
+Never imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from octavo.engine.accounts import Entry, Origin
+from octavo.engine.admission import too_many_prompts
+from octavo.engine.client import ProcessClient, Seat
+from octavo.engine.joint_progress import JointProgress
+from octavo.engine.messages import AddRequest, EngineInfo, EngineStats, Progress, num_ids
+from octavo.engine.replica import (
+    MOST_RESTARTS,
+    RESTART_WINDOW,
+    Replica,
+    ReplicaSpec,
+    common_info,
+    computed_tokens,
+    summed_stats,
+)
+from octavo.engine.routing import Router, chain_keys
+from octavo.engine.streams import RequestStream
+from octavo.grammar.vocabulary import Vocabulary
+from octavo.types import ConfigError, EngineDead, FinishReason, OctavoError, QueueFull
+
+logger = logging.getLogger("octavo")
+
+# How often a request may begin again after an engine was lost that had begun to compute it: such a
+# request may be what killed it, and must not take one replica after the other.
+MOST_SUSPECT = 1
+
+
+class Replicas:
+    """One or more engines. Counts are of sequences (a request with n choices counts n) and of all
+    replicas; ``replicas`` has them one by one."""
+
+    def __init__(
+        self,
+        specs: Sequence[ReplicaSpec],
+        on_progress: Callable[[Progress], None] | None = None,
+        seat: Seat | None = None,
+    ) -> None:
+        """``seat``: this process's among the clients of each engine; the first one starts them."""
+        self.config = specs[0].config
+        self.seat = seat or Seat()
+        self.draining = False
+        self.router = Router()
+        # Told of each step: the replica's number, and its statistics.
+        self.on_step: Callable[[int, EngineStats], None] = lambda index, stats: None
+        self._progress = JointProgress(len(specs), on_progress or (lambda progress: None))
+        self._info: EngineInfo | None = None
+        self._vocabulary: Vocabulary | None = None
+        self._next_handle = self.seat.first_handle
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+        self._specs = list(specs)
+        self.replicas: list[Replica] = []
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        """Starts all engines and returns at once; ``ready`` waits for them. Raises ConfigError when
+        the temporary directory cannot hold the sockets."""
+        self._loop = asyncio.get_running_loop()
+        self.dead = asyncio.Event()
+        self.directory = self.seat.directory or Path(tempfile.mkdtemp(prefix="octavo-"))
+        for index, spec in enumerate(self._specs):
+            self.replicas.append(Replica(index, spec, partial(self._client, index, spec)))
+        await asyncio.gather(*(replica.client.start() for replica in self.replicas))
+
+    async def ready(self) -> EngineInfo:
+        """Waits until all have loaded. Raises ConfigError (the user can mend it) or EngineDead as
+        soon as one cannot."""
+        waiting = [self._loop.create_task(self._loaded(replica)) for replica in self.replicas]
+        try:
+            await asyncio.gather(*waiting)
+        finally:
+            for task in waiting:
+                task.cancel()
+        for replica in self.replicas:
+            self._tasks.append(self._loop.create_task(self._keep(replica)))
+        return self.info
+
+    @property
+    def info(self) -> EngineInfo:
+        """What holds for every replica. Raises EngineDead before all have loaded."""
+        if self._info is None:
+            raise EngineDead("the model is still loading")
+        return self._info
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is an engine that serves or may come to."""
+        return any(replica.client.alive for replica in self.replicas)
+
+    def problem(self) -> str | None:
+        """Why nothing can be served now, or None while one replica serves."""
+        if any(replica.client.problem() is None for replica in self.replicas):
+            return None if self._info is not None else "the model is still loading"
+        problems = [(replica.index, replica.problem()) for replica in self.replicas]
+        if len(problems) == 1:
+            return problems[0][1]
+        return "no replica serves: " + "; ".join(f"replica {i}: {why}" for i, why in problems)
+
+    def drain(self) -> None:
+        """Nothing new is taken from now on; each engine ends after its last output."""
+        self.draining = True
+        for replica in self.replicas:
+            replica.client.drain()
+
+    async def close(self, grace: float = 2.0) -> None:
+        """Ends the engines (killing them after ``grace`` seconds) and removes the sockets."""
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(replica.client.close(grace) for replica in self.replicas))
+        if self.seat.directory is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    # ---- counts ----
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended."""
+        return sum(replica.client.num_open for replica in self.replicas)
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that take requests now."""
+        return sum(replica.serves for replica in self.replicas)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Sums over the replicas."""
+        return summed_stats([replica.stats for replica in self.replicas])
+
+    @property
+    def most_queued(self) -> int:
+        """How many requests may wait. Raises EngineDead as ``submit`` does."""
+        return sum(replica.client.most_queued for replica in self._serving())
+
+    # ---- requests ----
+
+    def allocate(self, count: int) -> int:
+        """The first of ``count`` consecutive unused handles."""
+        first = self._next_handle
+        self._next_handle += count
+        return first
+
+    def submit(self, requests: Sequence[AddRequest], continuing: bool = False) -> RequestStream:
+        """Sends prepared requests, all or none, and returns the stream of their events. Each goes
+        to one replica. ``continuing``: they go on with work that was admitted before, so the
+        queue's bounds do not hold for them.
+
+        Raises EngineDead when no engine can take them, QueueFull when too much waits everywhere.
+        """
+        if len(self.replicas) == 1:
+            return self.replicas[0].client.submit(requests, continuing)
+        candidates = self._serving()
+        if not continuing:
+            num_tokens = sum(num_ids(r.prompt_ids) for r in requests)
+            num_sequences = sum(r.params.n for r in requests)
+            candidates = self._with_room(len(requests), num_tokens, num_sequences)
+        stream = candidates[0].client.stream_of(requests)
+        try:
+            for request in requests:
+                self._place(Origin(request), stream, candidates)
+        except EngineDead:
+            self.abort(list(stream.open))
+            raise
+        return stream
+
+    def check_queue(self, num_requests: int, num_tokens: int = 0, num_sequences: int = 1) -> None:
+        """Raises what ``submit`` would raise for so much more, before work is spent on it."""
+        self._with_room(num_requests, num_tokens, num_sequences)
+
+    def abort(self, handles: Iterable[int], reason: FinishReason = FinishReason.ABORT) -> None:
+        """Drops handles that are still open; their events end here and now. ``reason`` is how
+        they are counted: STOP for those that met a stop string."""
+        handles = list(handles)
+        for replica in self.replicas:
+            replica.client.abort(handles, reason)
+
+    def fail_all(self, error: Exception) -> None:
+        """Ends every open stream with ``error`` and frees their requests in the engines."""
+        for replica in self.replicas:
+            replica.client.fail_all(error)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Whether the caches of all could be emptied (not while requests hold blocks of one, or
+        one does not answer)."""
+        serving = self._serving()
+        done = await asyncio.gather(*(r.client.reset_prefix_cache() for r in serving))
+        for replica, success in zip(serving, done):
+            if success:
+                self.router.forget(replica.index)
+        silent = [r for r in self.replicas if r not in serving and r.client.alive]
+        return all(done) and not silent
+
+    def send_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Before the first request with a grammar. Engines that start later get it, too."""
+        self._vocabulary = vocabulary
+        for replica in self.replicas:
+            replica.client.send_vocabulary(vocabulary)
+
+    def forget_client(self, index: int) -> None:
+        """Another client of the engines has died: what it asked for is dropped."""
+        for replica in self.replicas:
+            replica.client.forget_client(index)
+
+    # ---- routing ----
+
+    def _serving(self) -> list[Replica]:
+        """Raises EngineDead where there is none."""
+        if self.draining:
+            raise EngineDead("the server is shutting down")
+        if serving := [replica for replica in self.replicas if replica.serves]:
+            return serving
+        raise EngineDead(self.problem() or "no replica takes requests")
+
+    def _with_room(self, num_requests: int, num_tokens: int, num_sequences: int) -> list[Replica]:
+        """The replicas whose queues take an equal part of so much more. Raises what the first of
+        them raises when there is none."""
+        serving = self._serving()
+        most = sum(replica.client.most_taken for replica in serving)
+        if num_requests > max(1, most):
+            raise too_many_prompts(num_requests, most)
+        part = [-(-count // len(serving)) for count in (num_requests, num_tokens, num_sequences)]
+        found, refusals = [], []
+        for replica in serving:
+            try:
+                replica.client.check_queue(*part)
+                found.append(replica)
+            except QueueFull as error:
+                refusals.append(error)
+        if not found:
+            raise min(refusals, key=lambda error: error.retry_after)
+        return found
+
+    def _place(self, origin: Origin, stream: RequestStream, candidates: Sequence[Replica]) -> None:
+        """Sends a request to one of the replicas. Raises EngineDead when none takes it."""
+        request, now = origin.request, time.monotonic()
+        keys: list[bytes] = []
+        if self.config.cache.enable_prefix_caching:
+            keys = chain_keys(request.salt, request.prompt_ids)
+        loads = {replica.index: replica.load(now) for replica in candidates}
+        while loads:
+            chosen, cached = self.router.choose(keys, num_ids(request.prompt_ids), loads)
+            try:
+                self.replicas[chosen].client.enter(replace(origin, num_cached=cached), stream)
+            except EngineDead:  # it has gone since we looked
+                del loads[chosen]
+                continue
+            self.router.use(chosen, keys)
+            return
+        raise EngineDead(self.problem() or "no replica takes requests")
+
+    def _rescue(self, lost: Replica, entry: Entry) -> bool:
+        """Begins a request again that its engine has given nothing for. False where no other
+        replica that serves has not had it before, or where it may be what ended the engine."""
+        origin = entry.origin
+        suspect = origin.suspect + any(
+            handle in entry.stream.started for handle in range(entry.handle, entry.handle + entry.n)
+        )
+        tried = (*origin.tried, lost.client.serial)
+        others = [r for r in self.replicas if r.serves and r.client.serial not in tried]
+        if suspect > MOST_SUSPECT or self.draining or not others:
+            return False
+        try:
+            self._place(replace(origin, tried=tried, suspect=suspect), entry.stream, others)
+        except EngineDead:
+            return False
+        return True
+
+    # ---- engines that come and go ----
+
+    def _client(self, index: int, spec: ReplicaSpec) -> ProcessClient:
+        """Of the next engine in a replica's place."""
+        directory = self.directory / str(index)
+        directory.mkdir(exist_ok=True)
+        name = f"replica {index}" if len(self._specs) > 1 else ""
+        starting = self._info is None
+        client = ProcessClient(
+            spec.config,
+            partial(self._progress.take, index) if starting else None,
+            spec.launcher,
+            replace(self.seat, directory=directory),
+            name,
+        )
+        client.on_step = lambda stats: self.on_step(index, stats)
+        client.rescue = lambda entry: self._rescue(self.replicas[index], entry)
+        return client
+
+    async def _loaded(self, replica: Replica) -> None:
+        """Takes a replica into service once its engine has loaded. Raises as ``ready`` does."""
+        try:
+            info = await replica.client.ready()
+        except OctavoError as error:
+            if len(self._specs) == 1:
+                raise
+            raise type(error)(f"replica {replica.index}: {error}") from None
+        replica.found = info
+        self.router.add(replica.index, info.num_blocks * info.block_size)
+        if self._vocabulary is not None:
+            replica.client.send_vocabulary(self._vocabulary)
+        infos = [r.found for r in self.replicas if r.found is not None]
+        if len(infos) == len(self.replicas):
+            self._info = common_info(infos)
+        now = time.monotonic()
+        others = [r.load(now).recent for r in self.replicas if r is not replica and r.serves]
+        mean = sum(others) / len(others) if others else 0.0
+        replica.work.restart(mean, computed_tokens(replica.client.stats), now)
+
+    async def _keep(self, replica: Replica) -> None:
+        """Starts a replica's engine again whenever it has died, while others live."""
+        while True:
+            await replica.client.dead.wait()
+            why = replica.client.problem()
+            self.router.forget(replica.index)
+            if not self.alive:
+                self.dead.set()
+                return
+            pause = replica.restarts.pause(time.monotonic())
+            if pause is None:
+                replica.state = f"it was started {MOST_RESTARTS} times in {RESTART_WINDOW:g} s"
+                logger.error(
+                    "replica %d: %s; %s and is left out from now on; %d of %d serve",
+                    replica.index, why, replica.state, self.num_serving, len(self.replicas),
+                )  # fmt: skip
+                return
+            logger.error(
+                "replica %d: %s; starting it again in %g s (%d of at most %d times in %g s); "
+                "%d of %d serve",
+                replica.index, why, pause, replica.restarts.num_recent, MOST_RESTARTS,
+                RESTART_WINDOW, self.num_serving, len(self.replicas),
+            )  # fmt: skip
+            await asyncio.sleep(pause)
+            if self.draining or self.dead.is_set():
+                return
+            await self._restart(replica)
+
+    async def _restart(self, replica: Replica) -> None:
+        began = time.monotonic()
+        await replica.client.close()
+        client = replica.reconnect()
+        try:
+            await client.start()
+            await self._loaded(replica)
+        except (ConfigError, EngineDead) as error:
+            client.die(str(error))
+            return
+        logger.info(
+            "replica %d serves again after %.1f s; %d of %d serve",
+            replica.index, time.monotonic() - began, self.num_serving, len(self.replicas),
+        )  # fmt: skip

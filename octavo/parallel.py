@@ -1,0 +1,207 @@
+"""Comm: how the processes of an engine exchange tensors. The only user of torch.distributed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# For the group to meet, and for one collective: an engine that hears nothing ends its workers much
+# earlier (--step-deadline), so this only keeps processes that nobody watches from waiting for ever.
+TIMEOUT = timedelta(minutes=10)
+# NVLink multicast stays off: on shared hosts it is not to be had, and a process that asks for it
+# can hang.
+NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
+
+
+class Exchanges:
+    """How many collective operations this process has begun."""
+
+    count = 0
+
+
+class Comm:
+    """Some ranks and what they do together; each call is made by all of them, in the same order.
+    On a GPU calls are enqueued on the current stream, and can be captured."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        self._group = group
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.size = len(self.ranks)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, in x. The same bits on every rank."""
+        Exchanges.count += 1
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x: [T, sizes[rank]]. [T, sum(sizes)], the ranks' columns side by side."""
+        rows, widest = len(x), max(sizes)
+        if x.shape[1] < widest:
+            padded = x.new_zeros(rows, widest)
+            padded[:, : x.shape[1]] = x
+            x = padded
+        parts = list(x.new_empty(self.size, rows, widest).unbind())
+        Exchanges.count += 1
+        dist.all_gather(parts, x.contiguous(), group=self._group)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes)], dim=1)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """What the rank ``source`` of these has in x, in x."""
+        Exchanges.count += 1
+        dist.broadcast(x, self.ranks[source], group=self._group)
+        return x
+
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of all ranks' numbers, place by place. Waits."""
+        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
+        found = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
+        return [int(number) for number in found.tolist()]
+
+    def send(self, x: Tensor, to: int) -> Callable[[], None]:
+        """Begins to send x to the rank ``to`` of these, which calls ``receive``. x must stay as it
+        is until the call returned has been made, which waits until it has gone."""
+        Exchanges.count += 1
+        work = dist.isend(x, self.ranks[to], group=self._group)
+        assert work is not None
+
+        def wait() -> None:
+            work.wait()
+            del x_kept[:]
+
+        x_kept = [x]
+        return wait
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Fills x with what the rank ``source`` of these sends."""
+        Exchanges.count += 1
+        dist.recv(x, self.ranks[source], group=self._group)
+        return x
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process of an engine this is. ``rank``: stage by stage, the ranks that share a layer
+    next to each other; ``local``: its number among the ``num_local`` of its host."""
+
+    rank: int
+    tensor_size: int
+    pipeline_size: int = 1
+    local: int = 0
+    num_local: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.tensor_size * self.pipeline_size
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor_size
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tensor_size
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of an engine: ``tensor``: those that share this one's layers; ``pipeline``:
+    those of equal tensor rank, one of each stage."""
+
+    place: Place
+    everyone: Comm
+    tensor: Comm
+    pipeline: Comm
+
+
+def open_store(host: str) -> Any:
+    """Where the processes of an engine find each other, at a free port of this host (``.port``).
+    ``host``: the address the others reach it at."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, 0, None, is_master=True, timeout=TIMEOUT, wait_for_workers=False
+    )
+
+
+def meet(place: Place, host: str, port: int, device: torch.device, store: Any = None) -> World:
+    """Joins the others of ``place`` at the store that rank 0 has opened at ``host``:``port``, and
+    gives as ``store``. Waits for all of them. ``device``: this rank's."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if store is None:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, is_master=False, timeout=TIMEOUT, wait_for_workers=False
+        )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.size,
+        timeout=TIMEOUT,
+        device_id=device if backend == "nccl" else None,
+    )
+    assert dist.group.WORLD is not None
+    everyone = Comm(dist.group.WORLD, range(place.size))
+    tensor = pipeline = everyone
+    for stage in range(place.pipeline_size):
+        ranks = range(stage * place.tensor_size, (stage + 1) * place.tensor_size)
+        group = dist.new_group(list(ranks))
+        if place.rank in ranks:
+            tensor = Comm(group, ranks)
+    for number in range(place.tensor_size):
+        ranks = range(number, place.size, place.tensor_size)
+        group = dist.new_group(list(ranks))
+        if place.rank in ranks:
+            pipeline = Comm(group, ranks)
+    return World(place, everyone, tensor, pipeline)
+
+
+def part() -> None:
+    """Leaves the group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce of all ranks was measured to take."""
+
+    seconds_small: float  # of 8 KiB
+    bytes_per_second: float  # of 16 MiB: bytes of the tensor by time
+
+
+def measure(comm: Comm, device: torch.device, budget: float = 1.0) -> Link:
+    """Checks that sums are right, and times them, for at most about ``budget`` seconds. Raises
+    RuntimeError for a wrong sum."""
+    check = torch.full((16,), float(comm.rank + 1), device=device)
+    wanted = comm.size * (comm.size + 1) / 2
+    if not (comm.all_reduce(check) == wanted).all():
+        raise RuntimeError(f"an all-reduce of {comm.size} ranks gave {check[0]:g}, not {wanted:g}")
+    small = _timed(comm, torch.zeros(2 << 10, device=device), budget / 4)
+    large = torch.zeros(4 << 20, device=device)
+    return Link(small, large.nbytes / _timed(comm, large, budget / 2))
+
+
+def _timed(comm: Comm, x: Tensor, budget: float) -> float:
+    """Seconds of one all-reduce: the ranks agree on how many are made."""
+
+    def once(count: int) -> float:
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            comm.all_reduce(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / count
+
+    once(1)
+    (fitting,) = comm.smallest([max(1, min(50, int(budget / max(once(2), 1e-6))))])
+    return once(fitting)

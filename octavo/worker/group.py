@@ -1,0 +1,431 @@
+"""The executor of several ranks, each a process of its own. Never imports torch.
+
+It starts those of this host, waits for those of others, sends all of them the same commands, and
+watches them: a rank that ends, that cannot go on, or that is silent for longer than
+``--step-deadline`` ends them all, and is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from octavo.config import EngineConfig, child_environment
+from octavo.core.plan import StepPlan, StepResult, decode, encode
+from octavo.grammar.grammars import Grammars
+from octavo.grammar.vocabulary import Vocabulary
+from octavo.machine import available_cores
+from octavo.types import ConfigError, EngineDead, Progress, StepFailed, StepProfile
+from octavo.worker import messages
+from octavo.worker.info import PhaseClock, WorkerInfo
+from octavo.worker.messages import encoder, from_worker
+from octavo.worker.topology import Topology, difference
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 100
+SILENCE = 1.5  # seconds after which a rank counts as stalled; it beats every 0.5 s
+START_SECONDS = 60.0  # for a process of this host to call
+END_SECONDS = 5.0  # for a process to end once it was told to
+# Ranks that fail in the same step fail in the same way; one alone leaves the others waiting.
+SAME_FAULT_SECONDS = 5.0
+
+
+@dataclass
+class Rank:
+    """What is known of one. ``process``: where it runs on this host."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    hello: messages.Hello | None = None
+    linked: messages.Linked | None = None
+    info: WorkerInfo | None = None
+    heard: float = 0.0
+    exchanges: int = 0
+
+    def __str__(self) -> str:
+        if self.hello is not None:
+            return f"rank {self.number} (pid {self.hello.pid} on {self.hello.host})"
+        pid = f" (pid {self.process.pid})" if self.process else ""
+        return f"rank {self.number}{pid}"
+
+
+@dataclass
+class Answers:
+    """To a question that every rank is asked."""
+
+    wanted: int
+    found: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.found) == self.wanted
+
+
+class GrammarsElsewhere:
+    """What the engine's grammars are told is also told to the rank that draws by them."""
+
+    def __init__(self, group: GroupExecutor) -> None:
+        self._group = group
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self._group.tell_drawing(messages.UseVocabulary(vocabulary))
+
+    def prepare(self, text: str) -> None:
+        self._group.tell_drawing(messages.Prepare(text))
+
+    def release(self, text: str) -> None:
+        self._group.tell_drawing(messages.Release(text))
+
+
+class GroupExecutor:
+    """``problem``: which rank has not been heard of for a while, "" where all have; may be read
+    from other threads."""
+
+    num_pending = 0
+
+    def __init__(
+        self, config: EngineConfig, grammars: Grammars, directory: Path | None = None
+    ) -> None:
+        """``grammars``: of the requests whose plans will be submitted. ``directory``: for the
+        socket; None: a temporary one."""
+        self._config = config
+        self._topology = Topology.of(config)
+        self.num_stages = self._topology.pipeline_size
+        self._ranks = [Rank(number) for number in range(self._topology.size)]
+        self._own_directory = None if directory else Path(tempfile.mkdtemp(prefix="octavo-"))
+        self._directory = directory or self._own_directory
+        self._context = zmq.Context()
+        self._results: dict[int, StepResult | StepFailed] = {}  # by step
+        self._faults: dict[int, dict[int, str]] = {}  # step -> rank -> what it raised
+        self._fault_began = 0.0
+        self._submitted: deque[int] = deque()  # steps in flight, oldest first
+        self._since = 0.0  # when the oldest of them was first to run
+        self._drawn: list[bytes] = []  # results that earlier stages have not seen
+        self._answers: Answers | None = None
+        self._store: messages.StoreOpen | None = None
+        self._progress: Progress = lambda *news: None
+        self.problem = ""
+        grammars.mirror = GrammarsElsewhere(self)
+
+    # ---- start ----
+
+    def start(self, progress: Progress) -> WorkerInfo:
+        """Starts the ranks and waits until they have loaded. Raises ConfigError for what the user
+        can mend, EngineDead naming the rank that did not get there; none is left behind then."""
+        clock = PhaseClock(progress)
+        try:
+            clock.enter("start workers")
+            self._listen()
+            self._launch()
+            self._wait(lambda rank: rank.hello is not None, START_SECONDS, "has not called")
+            self._check_facts()
+            self._wait_for(lambda: self._store is not None, START_SECONDS, "rank 0 opens no store")
+            assert self._store is not None
+            self._tell(messages.Meet(self._topology.address, self._store.port))
+            met = self._config.scheduler.step_deadline
+            self._wait(lambda rank: rank.linked is not None, met, "has not joined the others")
+            self._announce()
+            phases = clock.finish()
+            self._progress = progress
+            self._wait(lambda rank: rank.info is not None, None, "")
+        except BaseException:
+            self.shutdown(END_SECONDS / 5)
+            raise
+        return self._joint_info(phases)
+
+    def _listen(self) -> None:
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._endpoint = f"ipc://{self._directory}/workers-{os.getpid()}"
+        self._socket.bind(self._endpoint)
+
+    def _launch(self) -> None:
+        per_node = self._topology.per_node
+        threads = self._config.parallel.cpu_threads or max(1, available_cores() // per_node)
+        parallel = replace(self._config.parallel, cpu_threads=threads)
+        given = msgspec.msgpack.encode(replace(self._config, parallel=parallel))
+        for rank in self._ranks[:per_node]:
+            command = [sys.executable, "-m", "octavo.worker.process", self._endpoint]
+            rank.process = subprocess.Popen(
+                [*command, str(rank.number), str(rank.number), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                env=child_environment(threads),
+            )
+            assert rank.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it died at once: ``_check`` tells
+                rank.process.stdin.write(given)
+                rank.process.stdin.close()
+
+    def _wait(self, is_there: Callable[[Rank], bool], seconds: float | None, lack: str) -> None:
+        """Until it holds for all ranks."""
+        missing: list[Rank] = []
+
+        def done() -> bool:
+            missing[:] = [rank for rank in self._ranks if not is_there(rank)]
+            return not missing
+
+        try:
+            self._wait_for(done, seconds, "")
+        except TimeoutError:
+            named = ", ".join(map(str, missing))
+            have = "have" if len(missing) > 1 else "has"
+            raise EngineDead(
+                f"{named}: {lack.replace('has', have, 1)} within {seconds:g} s"
+            ) from None
+
+    def _wait_for(self, done: Callable[[], bool], seconds: float | None, lack: str) -> None:
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not done():
+            self._receive(POLL_MS)
+            self._check()
+            if deadline is not None and time.monotonic() > deadline:
+                if lack:
+                    raise EngineDead(f"{lack} within {seconds:g} s")
+                raise TimeoutError
+
+    def _check_facts(self) -> None:
+        """Raises ConfigError where nodes were started with different settings."""
+        first, *others = [rank.hello for rank in self._ranks if rank.hello]
+        for hello in others:
+            if found := difference(first.facts, hello.facts):
+                raise ConfigError(
+                    f"rank {hello.rank} on {hello.host} was started with other settings than rank 0"
+                    f" on {first.host}: {found}"
+                )
+
+    def _announce(self) -> None:
+        """The self-test, as each rank has measured it."""
+        for rank in self._ranks:
+            hello, link = rank.hello, rank.linked
+            assert hello is not None and link is not None
+            logger.info(
+                "rank %d on %s, %s, %s: all-reduce of 8 KiB %.0f us, of 16 MiB %.2f GB/s",
+                rank.number,
+                hello.host,
+                link.device,
+                link.transport,
+                link.small_seconds * 1e6,
+                link.bytes_per_second / 1e9,
+            )
+
+    def _joint_info(self, phases: dict[str, float]) -> WorkerInfo:
+        infos = [rank.info for rank in self._ranks if rank.info is not None]
+        first, size = infos[0], self._topology
+        labels = sorted({info.device for info in infos})
+        devices = labels[0] if len(labels) == 1 else ", ".join(labels)
+        taken = ("import torch", "meeting")  # while this process waited for the ranks
+        loaded = {k: v for k, v in first.startup_seconds.items() if k not in taken}
+        return replace(
+            first,
+            device=f"{len(infos)} x {devices}" if len(labels) == 1 else devices,
+            kv_cache_bytes=sum(info.kv_cache_bytes for info in infos),
+            weight_bytes=sum(info.weight_bytes for info in infos),
+            threads=sum(info.threads for info in infos),
+            startup_seconds={**phases, **loaded},
+            reasons={
+                **first.reasons,
+                "ranks": f"{len(infos)}: tensor parallel {size.tensor_size}, pipeline stages "
+                f"{size.pipeline_size}; weights of "
+                + ", ".join(f"{info.weight_bytes:,}" for info in infos)
+                + " bytes",
+            },
+        )
+
+    # ---- steps ----
+
+    def submit(self, plan: StepPlan) -> None:
+        if not self._submitted:
+            self._since = time.monotonic()
+        self._submitted.append(plan.step)
+        self._tell(messages.Step(encode(plan), self._drawn))
+        self._drawn = []
+
+    def ready(self) -> bool:
+        """Whether ``collect`` would return at once."""
+        self._receive(0)
+        return self._submitted[0] in self._results
+
+    def collect(self) -> StepResult:
+        """Raises EngineDead when the group cannot go on."""
+        step = self._submitted[0]
+        while step not in self._results:
+            self._receive(POLL_MS)
+            self._check()
+        self._submitted.popleft()
+        self._since = time.monotonic()
+        outcome = self._results.pop(step)
+        if isinstance(outcome, StepFailed):
+            raise outcome
+        return outcome
+
+    def idle(self) -> bool:
+        """Raises EngineDead as ``collect`` does."""
+        self._receive(0)
+        self._check()
+        if not self.num_pending or self._submitted:
+            return False
+        found = self._ask(messages.UseIdleMoment())
+        self.num_pending = max(answer.pending for answer in found.values())
+        return any(answer.more for answer in found.values())
+
+    def start_profile(self, directory: Path) -> None:
+        """Each rank's trace goes to a directory of its own in ``directory``."""
+        self._raise_problem(self._ask(messages.StartProfile(str(directory))))
+
+    def stop_profile(self) -> StepProfile:
+        """Of rank 0."""
+        found = self._ask(messages.StopProfile())
+        self._raise_problem(found)
+        profile: StepProfile = found[0].profile
+        return profile
+
+    @staticmethod
+    def _raise_problem(answers: dict[int, Any]) -> None:
+        for answer in answers.values():
+            if answer.error:
+                raise ConfigError(answer.error)
+
+    def shutdown(self, seconds: float = END_SECONDS) -> None:
+        """Ends the ranks, those that take longer than ``seconds`` by force."""
+        if self._context.closed:
+            return
+        with contextlib.suppress(zmq.ZMQError, AttributeError):
+            self._tell(messages.Stop())
+        deadline = time.monotonic() + seconds
+        for rank in self._ranks:
+            if rank.process is None:
+                continue
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            if rank.process.poll() is None:
+                rank.process.kill()
+                rank.process.wait()
+        self._context.destroy(linger=0)
+        if self._own_directory is not None:
+            shutil.rmtree(self._own_directory, ignore_errors=True)
+
+    # ---- wire ----
+
+    def _tell(self, message: messages.Message) -> None:
+        """To all ranks that have called, in order."""
+        raw = encoder.encode(message)
+        for rank in self._ranks:
+            if rank.hello is not None:
+                self._socket.send_multipart([f"{rank.number}/".encode(), raw])
+
+    def tell_drawing(self, message: messages.Message) -> None:
+        """To the rank that draws by grammars."""
+        address = f"{self._topology.reporter}/".encode()
+        self._socket.send_multipart([address, encoder.encode(message)])
+
+    def _ask(self, message: messages.Message) -> dict[int, Any]:
+        """Every rank's answer."""
+        self._answers = Answers(len(self._ranks))
+        self._tell(message)
+        while not self._answers.complete:
+            self._receive(POLL_MS)
+            self._check()
+        return self._answers.found
+
+    def _receive(self, wait_ms: int) -> None:
+        """Handles all messages there are, waiting for the first one."""
+        if wait_ms and not self._socket.poll(wait_ms):
+            return
+        while True:
+            try:
+                sender, raw = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            number = int(sender.partition(b"/")[0])
+            if number < len(self._ranks):
+                self._handle(self._ranks[number], from_worker.decode(raw))
+
+    def _handle(self, rank: Rank, message: Any) -> None:
+        rank.heard = time.monotonic()
+        match message:
+            case messages.Done():
+                if self.num_stages > 1:
+                    self._drawn.append(message.result)
+                self._results[message.step] = decode(message.result, StepResult)
+            case messages.Alive():
+                rank.exchanges = message.exchanges
+            case messages.StepError():
+                self._fault(rank, message)
+            case messages.Idled() | messages.Profiled():
+                if self._answers is not None:
+                    self._answers.found[rank.number] = message
+            case messages.Loading():
+                self._progress(message.phase, message.fraction, message.num_bytes)
+            case messages.Hello():
+                rank.hello = message
+            case messages.StoreOpen():
+                self._store = message
+            case messages.Linked():
+                rank.linked = message
+            case messages.Loaded():
+                rank.info = message.info
+                self.num_pending = 1  # until the ranks say how much there is
+            case messages.Broken():
+                if message.user_error:
+                    raise ConfigError(message.message)
+                raise EngineDead(f"{rank}: {message.message}")
+
+    def _fault(self, rank: Rank, error: messages.StepError) -> None:
+        """A step that raises on every rank has failed; one that raises on some has left the others
+        waiting."""
+        of_step = self._faults.setdefault(error.step, {})
+        if not of_step:
+            self._fault_began = time.monotonic()
+        of_step[rank.number] = error.message
+        if len(of_step) == len(self._ranks):
+            del self._faults[error.step]
+            self._results[error.step] = StepFailed(error.step, error.message)
+
+    # ---- watching ----
+
+    def _check(self) -> None:
+        """Raises EngineDead for a rank that has ended, that hangs, or that failed alone."""
+        now = time.monotonic()
+        for rank in self._ranks:
+            if rank.process is not None and (code := rank.process.poll()) is not None:
+                how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+                self._receive(0)  # it may have said why
+                raise EngineDead(f"{rank} {how}")
+        for step, of_step in self._faults.items():
+            if now - self._fault_began > SAME_FAULT_SECONDS:
+                number, message = next(iter(of_step.items()))
+                raise EngineDead(f"{self._ranks[number]} failed alone in step {step}: {message}")
+        deadline = self._config.scheduler.step_deadline
+        called = [rank for rank in self._ranks if rank.hello is not None]
+        silent = max(called, key=lambda rank: now - rank.heard, default=None)
+        silence = now - silent.heard if silent is not None else 0.0
+        if silence > deadline:
+            raise EngineDead(f"{silent} has not answered for {silence:.1f} s (--step-deadline)")
+        self.problem = ""
+        if silence > SILENCE and all(rank.info is not None for rank in self._ranks):
+            self.problem = f"{silent} has not answered for {silence:.1f} s"
+        if self._submitted and now - self._since > deadline:
+            behind = min(self._ranks, key=lambda rank: rank.exchanges)
+            most = max(rank.exchanges for rank in self._ranks)
+            raise EngineDead(
+                f"a step has taken {now - self._since:.1f} s, above --step-deadline "
+                f"{deadline:g} s; {behind} is the last: it has begun {behind.exchanges} of {most} "
+                "exchanges"
+            )
