@@ -50,7 +50,7 @@ $(BIN)/.octavo-test: $(BIN)/.octavo
 
 test: install-test  ## run the tests (all but those that need a GPU)
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -m "not gpu and not conformance" $(PYTEST_FLAGS)
+	@$(BIN)/python scripts/run_tests.py $(PYTEST_FLAGS)
 
 install-clients: $(CLIENTS)/.installed
 
