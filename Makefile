@@ -16,7 +16,7 @@ CLIENTS ?= .venv-conformance
 
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo stop install install-test install-clients test conformance lint types format hooks bench bench-gpu soak fuzz bench-guide clean distclean
+.PHONY: help demo stop install install-test install-clients test test-net conformance lint types format hooks bench bench-gpu soak fuzz bench-guide clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,9 +48,15 @@ $(BIN)/.octavo-test: $(BIN)/.octavo
 	@$(BIN)/python -m pip install -e '.[test]'
 	@touch $@
 
-test: install-test  ## run the tests (all but those that need a GPU)
+test: install-test  ## run the tests (all but those that need a GPU, or several hosts)
 	@echo "==> tests"
 	@$(BIN)/python scripts/run_tests.py $(PYTEST_FLAGS)
+
+test-net: install-test  ## several hosts: network namespaces (needs root) and a local Ray cluster
+	@echo "==> Ray"
+	@$(BIN)/python -m pip install -q -e '.[ray]'
+	@echo "==> tests of several hosts"
+	@$(BIN)/python -m pytest -m net $(PYTEST_FLAGS)
 
 install-clients: $(CLIENTS)/.installed
 

@@ -246,8 +246,69 @@ class ParallelConfig:
         group="parallel",
         minimum=1,
     )
+    data_parallel_size_local: int | None = flag(
+        None,
+        "replicas of them on this node; those of other nodes join (octavo serve --headless). "
+        "Default: all; with --headless 1, with --data-parallel-backend ray 0",
+        "-dpl",
+        group="parallel",
+        minimum=0,
+    )
+    data_parallel_address: str = flag(
+        "127.0.0.1",
+        "address at which the head node is joined by replicas of others (0.0.0.0: at all it has)",
+        "-dpa",
+        group="parallel",
+    )
+    data_parallel_rpc_port: int = flag(
+        29550,
+        "port at which the head node is joined; the two ports behind it serve the first replica "
+        "that joins, the next two the second … (0: any free ones)",
+        "-dpp",
+        group="parallel",
+        minimum=0,
+        maximum=65535,
+    )
+    data_parallel_backend: str = flag(
+        "mp",
+        "ray: the replicas are actors of a Ray cluster that runs already, on a node each",
+        "-dpb",
+        group="parallel",
+        choices=("mp", "ray"),
+    )
+    headless: bool = flag(
+        False,
+        "serve no HTTP here: the replicas of this node join the head node at "
+        "--data-parallel-address",
+        group="parallel",
+    )
     distributed_executor_backend: str | None = flag(
         None, "uni for one device, else mp or ray", group="parallel", choices=("uni", "mp", "ray")
+    )
+    nnodes: int = flag(
+        1,
+        "machines that an engine's devices are on, as many on each: start the same command on all, "
+        "with its --node-rank",
+        "-n",
+        group="parallel",
+        minimum=1,
+    )
+    node_rank: int = flag(
+        0,
+        "which of them this is: 0 serves, the others lend their devices to it",
+        "-r",
+        group="parallel",
+        minimum=0,
+    )
+    master_addr: str = flag(
+        "127.0.0.1", "address of machine 0, as the others reach it", group="parallel"
+    )
+    master_port: int = flag(
+        29501,
+        "port on which machine 0 waits for the others",
+        group="parallel",
+        minimum=1,
+        maximum=65535,
     )
     cluster_secret_file: str | None = flag(
         None,
@@ -269,6 +330,25 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Devices of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_local(self) -> int:
+        """Replicas of this node."""
+        if self.data_parallel_size_local is not None:
+            return self.data_parallel_size_local
+        if self.headless:
+            return 1
+        return 0 if self.data_parallel_backend == "ray" else self.data_parallel_size
+
+    @property
+    def joined_everywhere(self) -> bool:
+        """Ray knows by which address its nodes reach this one; nobody has to choose it."""
+        return self.data_parallel_backend == "ray" and self.data_parallel_address == "127.0.0.1"
+
+    @property
+    def num_joining(self) -> int:
+        """Replicas of other nodes, which join."""
+        return 0 if self.headless else self.data_parallel_size - self.num_local
 
 
 def check_structured_outputs(settings: dict[str, Any]) -> None:
@@ -466,6 +546,11 @@ def environment_without_keys() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
 
 
+def environment_with(changes: dict[str, str]) -> dict[str, str]:
+    """This process's environment and ``changes``, for a child."""
+    return {**os.environ, **changes}
+
+
 def model_cache_dir() -> Path:
     """Where ``octavo pull`` keeps models: $OCTAVO_CACHE, else octavo in the user's cache."""
     explicit = os.environ.get("OCTAVO_CACHE")
@@ -495,6 +580,16 @@ def child_environment(threads: int, devices: str | None = None) -> dict[str, str
         "TOKENIZERS_PARALLELISM": "false",
         **shown,
     }
+
+
+def worker_environment(threads: int, interface: str | None) -> dict[str, str]:
+    """Of a worker among several. ``interface``: the network interface by which they reach each
+    other; None: NCCL and gloo choose. What the user has set stays. NVLink multicast stays off: not
+    every host lends it, and a process that asks for it in vain can hang."""
+    found = {"NCCL_NVLS_ENABLE": "0"}
+    if interface is not None:
+        found |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {**found, **child_environment(threads)}
 
 
 def visible_devices() -> list[str]:
@@ -538,6 +633,8 @@ def prepare_tokenizers() -> None:
 
 def require_one_engine(config: EngineConfig) -> None:
     """Raises ConfigError for replicas where one engine is used in this process."""
+    if config.parallel.headless:
+        raise ConfigError("--headless (headless): only `octavo serve` joins a head node")
     if (size := config.parallel.data_parallel_size) > 1:
         raise ConfigError(
             f"--data-parallel-size {size} (data_parallel_size): only `octavo serve` runs several "
@@ -545,9 +642,30 @@ def require_one_engine(config: EngineConfig) -> None:
         )
 
 
+def _check_nodes(parallel: ParallelConfig) -> None:
+    """Raises ConfigError for machines among which an engine's devices cannot be divided."""
+    world, nodes = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, parallel.nnodes
+    if parallel.node_rank >= nodes:
+        raise ConfigError(
+            f"--node-rank {parallel.node_rank}: --nnodes {nodes} are 0 to {nodes - 1}"
+        )
+    if nodes > 1 and world % nodes:
+        raise ConfigError(
+            f"--nnodes {nodes}: {world} devices (-tp {parallel.tensor_parallel_size} x -pp "
+            f"{parallel.pipeline_parallel_size}) do not divide among them; their product must be a "
+            f"multiple of {nodes}"
+        )
+    if nodes > 1 and parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"--nnodes {nodes} with --data-parallel-size {parallel.data_parallel_size}: one engine "
+            "spans machines, or several share a port; not both in this version"
+        )
+
+
 def reject_unsupported(config: EngineConfig) -> None:
     """Raises ConfigError for a value that parses but that this version cannot run."""
     parallel = config.parallel
+    _check_nodes(parallel)
     backend = parallel.distributed_executor_backend
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if backend == "ray":
@@ -559,6 +677,13 @@ def reject_unsupported(config: EngineConfig) -> None:
         raise ConfigError(
             f"--distributed-executor-backend uni: {world} devices need as many processes; use mp"
         )
+    if not parallel.headless and parallel.num_local > parallel.data_parallel_size:
+        raise ConfigError(
+            f"--data-parallel-size-local {parallel.num_local}: more than the "
+            f"{parallel.data_parallel_size} of --data-parallel-size"
+        )
+    if parallel.headless and not parallel.num_local:
+        raise ConfigError("--headless --data-parallel-size-local 0: at least one replica is needed")
     if config.model.trust_remote_code:
         raise ConfigError(
             "--trust-remote-code: octavo never runs code from a checkpoint; drop the flag "

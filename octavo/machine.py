@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 from pathlib import Path
+
+SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 
 
 def available_cores() -> int:
@@ -40,3 +45,28 @@ def available_memory() -> int:
     except (OSError, ValueError):
         pass
     return free
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface by which ``address`` is reached from here, or that has it. None where
+    that cannot be told (it has no route, or is no IPv4 address)."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                if _address_of(probe, name) == own:
+                    return name
+    except OSError:
+        pass
+    return None
+
+
+def _address_of(probe: socket.socket, interface: str) -> str | None:
+    """IPv4, or None where the interface has none."""
+    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+    except OSError:
+        return None
+    return socket.inet_ntoa(found[20:24])

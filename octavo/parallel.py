@@ -15,9 +15,6 @@ from torch import Tensor
 # For the group to meet, and for one collective: an engine that hears nothing ends its workers much
 # earlier (--step-deadline), so this only keeps processes that nobody watches from waiting for ever.
 TIMEOUT = timedelta(minutes=10)
-# NVLink multicast stays off: on shared hosts it is not to be had, and a process that asks for it
-# can hang.
-NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
 
 
 class Exchanges:

@@ -34,7 +34,12 @@ REFUSALS = 3  # connections closed during the handshake: no accident
 
 
 class LinkError(ConfigError):
-    """A connection between hosts cannot be had: the address, the port or the secret is wrong."""
+    """A connection between hosts cannot be had. ``refused``: there is somebody, who does not accept
+    the secret; else nobody has answered."""
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,21 @@ class Wire:
         Raises ConfigError for an address that is not of this machine or is taken, and for one that
         other hosts can reach where there is no secret.
         """
+        socket: Socket = self._context.socket(kind)
+        try:
+            return socket, self.bind(socket, address)
+        except ConfigError:
+            socket.close(linger=0)
+            raise
+
+    def bind(self, socket: Socket, address: str) -> str:
+        """As ``listen``, for a socket of the context that is there. Returns the endpoint."""
         if address.startswith("tcp:") and self._keys is None and not is_loopback(address):
             raise ConfigError(
                 f"{address} can be reached from other hosts, and there is no secret to guard it: "
                 f"{CLUSTER_SECRET_REMEDY}"
             )
-        socket = self._socket(kind, address)
+        _prepare(socket, address)
         if address.startswith("tcp:") and self._keys is not None:
             self._guard(self._keys)
             socket.curve_server = True
@@ -101,11 +115,10 @@ class Wire:
         try:
             socket.bind(f"{host}:*" if port == "0" else address)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
             hint = "an address of this machine (0.0.0.0: all of them) and a free port are needed"
             why = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(f"{address}: {why}; {hint}") from None
-        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def dial(self, kind: int, endpoint: str, within: float | None = None) -> Socket:
         """A socket of ``kind`` that connects to ``endpoint``, again and again when it is cut off.
@@ -113,7 +126,17 @@ class Wire:
         ``within``: seconds to wait for the connection; LinkError says why there is none. Without,
         the socket is returned at once.
         """
-        socket = self._socket(kind, endpoint)
+        socket: Socket = self._context.socket(kind)
+        try:
+            self.connect(socket, endpoint, within)
+        except LinkError:
+            socket.close(linger=0)
+            raise
+        return socket
+
+    def connect(self, socket: Socket, endpoint: str, within: float | None = None) -> None:
+        """As ``dial``, for a socket of the context that is there."""
+        _prepare(socket, endpoint)
         if endpoint.startswith("tcp:") and self._keys is not None:
             socket.curve_serverkey = self._keys.server[0]
             socket.curve_publickey, socket.curve_secretkey = self._keys.client
@@ -123,12 +146,7 @@ class Wire:
             else:
                 _connect(socket, endpoint, within)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
             raise LinkError(f"{endpoint}: {error.strerror or error}") from None
-        except LinkError:
-            socket.close(linger=0)
-            raise
-        return socket
 
     def close(self) -> None:
         if self._doorman is not None:
@@ -142,19 +160,18 @@ class Wire:
             self._doorman.start()
             self._doorman.configure_curve_callback("octavo", _OneClient(keys.client[0]))
 
-    def _socket(self, kind: int, address: str) -> Socket:
-        socket: Socket = self._context.socket(kind)
-        if not address.startswith("tcp:"):
-            return socket
-        socket.ipv6 = "[" in address
-        socket.linger = SILENCE_MS  # what a peer that has gone was to get never holds up an end
-        socket.heartbeat_ivl = PING_MS
-        socket.heartbeat_timeout = socket.heartbeat_ttl = SILENCE_MS
-        socket.handshake_ivl = HANDSHAKE_MS
-        socket.connect_timeout = CONNECT_MS
-        socket.tcp_maxrt = SILENCE_MS  # sent, and not acknowledged for so long
-        socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS
-        return socket
+
+def _prepare(socket: Socket, address: str) -> None:
+    if not address.startswith("tcp:"):
+        return
+    socket.ipv6 = "[" in address
+    socket.linger = SILENCE_MS  # what a peer that has gone was to get never holds up an end
+    socket.heartbeat_ivl = PING_MS
+    socket.heartbeat_timeout = socket.heartbeat_ttl = SILENCE_MS
+    socket.handshake_ivl = HANDSHAKE_MS
+    socket.connect_timeout = CONNECT_MS
+    socket.tcp_maxrt = SILENCE_MS  # sent, and not acknowledged for so long
+    socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS
 
 
 def is_loopback(address: str) -> bool:
@@ -191,7 +208,8 @@ def _connect(socket: Socket, endpoint: str, within: float) -> None:
     if num_connected:
         raise LinkError(
             f"{endpoint} is there but does not accept this cluster secret: both hosts need the same"
-            f" ({CLUSTER_SECRET_REMEDY}), and both or none must have one"
+            f" ({CLUSTER_SECRET_REMEDY}), and both or none must have one",
+            refused=True,
         )
     raise LinkError(
         f"{endpoint}: no answer within {within:g} s; is the head node up, is this its address and "

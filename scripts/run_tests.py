@@ -21,7 +21,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
 ALONE = ("benchmarks", "cases", "cli", "engine", "guide", "parallel", "server")
-MARKERS = "not gpu and not conformance"
+MARKERS = "not gpu and not conformance and not net"
 MOST_WORKERS = 8  # each takes about 1.5 GB
 NOTHING_RAN = 5  # a status of pytest
 

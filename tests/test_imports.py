@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": EVERYBODY | {"core", "checkpoint", "grammar", "wire"},
     "engine.process": EVERYBODY | {"engine", "collector", "parent", "wire"},
     "engine.start": EVERYBODY
-    | {"core", "checkpoint", "engine", "grammar", "model.facts", "worker"},
+    | {"core", "checkpoint", "engine", "grammar", "model.facts", "model.shard", "worker"},
     "assembly": EVERYBODY | {"engine.messages", "outputs", "text"},
     "ops": set(),
     "quant": EVERYBODY | {"ops", "checkpoint.json_file"},
@@ -37,9 +37,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": EVERYBODY
     | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"}
     | {"wire"},
+    "worker.process": EVERYBODY | {"parallel", "core.plan", "grammar", "parent", "wire"},
     "server": EVERYBODY
     | {"engine.client", "engine.messages", "engine.admission", "engine.streams", "engine.beams"}
-    | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement"}
+    | {"engine.replicas", "engine.replica", "engine.launch", "engine.placement", "engine.routing"}
+    | {"engine.door", "engine.joining", "engine.ray_backend"}
     | {"text", "checkpoint", "collector", "parent", "grammar"},
     "progress": EVERYBODY | {"engine.messages"},
     "frontend": EVERYBODY | {"engine", "assembly", "text", "checkpoint", "grammar"},
@@ -49,6 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantize.recipe": EVERYBODY,
     "evaluate.corpus": EVERYBODY,
     "evaluate.report": EVERYBODY,
+    "ray_nodes": EVERYBODY | {"parent", "cli"},
+    "ray": EVERYBODY | {"llm"},
     "cli": {""},
     "__main__": {"cli"},
     "__init__": {"types", "outputs", "llm"},

@@ -4,15 +4,6 @@ from __future__ import annotations
 
 # Flags of vLLM that a later version brings: parsed, then "not in this version" (exit 2).
 FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
-    "--nnodes": "several nodes",
-    "-n": "several nodes",
-    "--node-rank": "several nodes",
-    "-r": "several nodes",
-    "--master-addr": "several nodes",
-    "--master-port": "several nodes",
-    "--headless": "several nodes",
-    "--data-parallel-backend": "several nodes",
-    "-dpb": "several nodes",
     "--speculative-config": "speculative decoding",
     "-sc": "speculative decoding",
     "--spec-method": "speculative decoding",
@@ -33,9 +24,6 @@ FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
     "--enable-eplb": "experts on several devices",
     "--decode-context-parallel-size": "contexts on several devices",
     "-dcp": "contexts on several devices",
-    "--data-parallel-size-local": "several nodes",
-    "--data-parallel-address": "several nodes",
-    "--data-parallel-rpc-port": "several nodes",
     "--kv-transfer-config": "KV transfer",
     "--kv-events-config": "KV transfer",
     "--cpu-offload-gb": "weights in the host's memory",
@@ -82,6 +70,8 @@ RETIRED_FLAGS: dict[str, str] = {
     "--enable-server-load-tracking": "/load always counts",
     "--enable-tokenizer-info-endpoint": "/tokenizer_info is always there",
     "--guided-decoding-disable-fallback": "llguidance is the only backend and has no fallback",
+    "--data-parallel-start-rank": "replicas that join are numbered as they come",
+    "-dpr": "replicas that join are numbered as they come",
     "--use-tqdm-on-load": "the start shows its phases; nothing to set",
 }
 # Of these flags, those that take no value.

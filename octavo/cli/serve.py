@@ -19,6 +19,8 @@ COMMAND = Command(
         "octavo serve ./my-model --port 9000       a directory with config.json and safetensors",
         "octavo serve model.gguf --api-key secret  a GGUF file, behind a key",
         "octavo serve org/name --max-model-len 8k  a model of the hub",
+        "octavo serve org/name -dp 2 -dpl 1 -dpa 0.0.0.0        a head node with room for another",
+        "octavo serve org/name --headless -dpa HEAD             that other node",
     ),
     migrating=True,
 )
@@ -31,6 +33,8 @@ def run(arguments: Arguments) -> int:
     from octavo.server.tools.setup import check_flags
 
     reject_unsupported(engine_config)
+    if engine_config.parallel.headless:
+        return run_headless(engine_config, server_config.drain_timeout)
     check_flags(server_config, engine_config.model.skip_tokenizer_init)
     if any(not key or key != key.strip() for key in server_config.api_key):
         raise ConfigError(
@@ -60,8 +64,38 @@ def run(arguments: Arguments) -> int:
         files = locate(asked.model, asked.revision, weights=weights, progress=log.progress)
         # From here on the model is its files: the engine process must not look for them again.
         model = replace(asked, model=str(files.path), served_model_name=names)
+        if engine_config.parallel.node_rank:
+            return lend_devices(replace(engine_config, model=model))
         from octavo.server.lifecycle import serve
 
         return serve(replace(engine_config, model=model), server_config, files, log)
     finally:
         log.progress.end()  # an error's line begins on a line of its own
+
+
+def lend_devices(config: EngineConfig) -> int:
+    """What machines other than the first do: no HTTP, no scheduler."""
+    from octavo.server.lifecycle import logging_to_stderr
+    from octavo.worker.node import run_node
+
+    with logging_to_stderr("info"):
+        return run_node(config)
+
+
+def run_headless(config: EngineConfig, drain_timeout: float) -> int:
+    """The replicas of this node join a head node; until they are told to stop."""
+    from octavo.checkpoint.locate import locate
+    from octavo.cli.console import PhaseLine
+    from octavo.engine.headless import serve
+    from octavo.server.lifecycle import logging_to_stderr
+
+    asked = config.model
+    progress = PhaseLine(sys.stderr)
+    weights = asked.load_format != "dummy"
+    try:
+        files = locate(asked.model, asked.revision, weights=weights, progress=progress)
+    finally:
+        progress.end()
+    model = replace(asked, model=str(files.path))
+    with logging_to_stderr("info"):
+        return serve(replace(config, model=model), files.path, drain_timeout)

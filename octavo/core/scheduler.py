@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from octavo.core.block_pool import BlockPool, PrefixMatch
 from octavo.core.events import Counters, Event, EventKind, EventSink, ignore
+from octavo.core.groups import Groups
 from octavo.core.in_flight import InFlight, Issued
 from octavo.core.plan import Int32, StepPlan, StepResult
 from octavo.core.plan_builder import PlanBuilder
@@ -46,7 +48,11 @@ class NoLimit:
 
 @dataclass(frozen=True)
 class Limits:
-    """The scheduler's settings, all resolved."""
+    """The scheduler's settings, all resolved.
+
+    ``stages``: of a pipeline. With several, as many plans are in flight, whatever
+    ``max_in_flight`` says, and no row draws in two of them (``core.groups``).
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -55,6 +61,7 @@ class Limits:
     adaptive_chunks: bool = True  # False: prompts take the whole budget beside decoding rows
     long_prefill_threshold: int = 0  # 0: no cap
     max_in_flight: int = 2
+    stages: int = 1
 
 
 @dataclass(slots=True)
@@ -96,6 +103,11 @@ class Scheduler:
         self._cost = cost or NoLimit()
         self._on_event = on_event
         self._in_flight = InFlight()
+        self._groups: Groups | None = None
+        self._most_in_flight = limits.max_in_flight
+        if limits.stages > 1:
+            self._groups = Groups(limits.stages, limits.max_num_seqs)
+            self._most_in_flight = limits.stages
         self._freed_slots: list[int] = []
         self.finished_early: list[Request] = []  # ended without a step; emptied by the engine
         self._all_rows = np.arange(limits.max_num_seqs)
@@ -171,11 +183,15 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can run now. Marks its tokens as computed."""
-        if len(self._in_flight) >= self.limits.max_in_flight:
+        if len(self._in_flight) >= self._most_in_flight:
             return None
         builder = PlanBuilder(self.running)
         rows, counts, budget, chunk_budget = self._share_budget()
         rows, counts, preempted = self._extend_tables(rows, counts, builder)
+        while preempted and not len(rows) and not len(self._in_flight) and len(self.running):
+            # All of a group has lost its blocks: another one comes now.
+            rows, counts, budget, chunk_budget = self._share_budget()
+            rows, counts, _ = self._extend_tables(rows, counts, builder)
         builder.set_rows(rows, counts)
         if not preempted:
             self._admit(builder, budget, chunk_budget)
@@ -189,6 +205,8 @@ class Scheduler:
         self._step += 1
         self.counters.steps += 1
         self._in_flight.push(plan, builder.slots, self.running.epoch[builder.slots])
+        if self._groups is not None:
+            self._groups.issued(builder.slots, plan.step)
         if self.running.entered or plan.total_tokens > plan.num_rows:
             self._advance(builder.slots)  # prompts; what decoding fills is found in ``update``
         return plan
@@ -198,9 +216,13 @@ class Scheduler:
         running, limits = self.running, self.limits
         order = running.order
         need = np.minimum(running.total[order], running.limit[order] - 1) - running.computed[order]
-        num_decode = int(np.count_nonzero(need == 1))
+        if self._groups is None:
+            num_decode = int(np.count_nonzero(need == 1))
+            chunk_budget = self._chunk_budget(num_decode)
+        else:
+            chunk_budget = self._chunk_budget_of_group(self._groups, need)
+            num_decode = int(np.count_nonzero(need == 1))
         budget = limits.max_num_batched_tokens - num_decode
-        chunk_budget = self._chunk_budget(num_decode)
         if num_decode == len(order) and budget >= 0:
             return order, need, budget, chunk_budget
         chunk_rows = np.nonzero(need > 1)[0]
@@ -215,13 +237,41 @@ class Scheduler:
         return order[scheduled], need[scheduled], budget, chunk_budget
 
     def _chunk_budget(self, num_decode_rows: int) -> int:
-        limits, num_running = self.limits, len(self.running)
-        admissible = min(len(self.waiting), limits.max_num_seqs - num_running)
-        num_prompts = num_running - num_decode_rows + admissible
-        adaptive = limits.chunked_prefill and limits.adaptive_chunks
-        if not (adaptive and num_decode_rows and num_prompts):
+        """Most prompt tokens beside so many decoding rows."""
+        adaptive = self.limits.chunked_prefill and self.limits.adaptive_chunks
+        if not (adaptive and num_decode_rows):
             return int(np.iinfo(np.int32).max)
-        return max(MIN_CHUNK, self._cost.chunk_limit(num_decode_rows, num_prompts))
+        return self._chunk_limit(num_decode_rows, num_decode_rows, 1)
+
+    def _chunk_limit(self, num_decode_rows: int, share: int, stages: int) -> int:
+        """``share``: of the decoding rows, what a plan has; prompts are divided in the same way."""
+        num_running = len(self.running)
+        admissible = min(len(self.waiting), self.limits.max_num_seqs - num_running)
+        num_prompts = num_running - num_decode_rows + admissible
+        if not num_prompts:
+            return int(np.iinfo(np.int32).max)
+        return max(MIN_CHUNK, self._cost.chunk_limit(share, -(-num_prompts // stages)))
+
+    def _chunk_budget_of_group(self, groups: Groups, need: Int32) -> int:
+        """The same for a plan of one group, which is chosen first (``Groups.choose``). While any
+        row decodes, every plan is kept short, those without decoding rows too: it is computed
+        between two tokens of each row."""
+        most = int(np.iinfo(np.int32).max)
+        if not self.limits.chunked_prefill:
+            groups.choose(self.running, need, len(self._in_flight))
+            return most
+        full = groups.stages * self.limits.max_num_batched_tokens
+        left = int(need[need > 1].sum())
+        left += sum(issued.plan.total_tokens - issued.plan.num_rows for issued in self._in_flight)
+        num_free = self.limits.max_num_seqs - len(self.running)
+        for request in islice(self.waiting, num_free) if num_free else ():
+            if left >= full:
+                break
+            left += len(request.tokens)
+        count, share = groups.choose(self.running, need, len(self._in_flight))
+        if count and self.limits.adaptive_chunks:
+            most = self._chunk_limit(count, share, groups.stages)
+        return max(1, min(most, groups.prompt_share(left, count > 0)))
 
     def _chunk(self, need: int, budget: int, chunk_budget: int) -> int:
         """Tokens of ``need`` that a row may compute in this plan; 0: none."""

@@ -59,12 +59,13 @@ class Origin:
     """Where a request comes from: what it takes to begin it again on another engine.
     ``num_cached``: tokens of its prompt that its engine is thought to have computed before;
     ``tried``: which engine processes have had it (their clients' ``serial``); ``suspect``: how
-    many of them were lost after they had started it."""
+    many of them were lost after they had started it; ``hint``: for the router."""
 
     request: AddRequest
     num_cached: int = 0
     tried: tuple[int, ...] = ()
     suspect: int = 0
+    hint: bytes = b""
 
 
 class Accounts:

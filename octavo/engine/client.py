@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from octavo.config import EngineConfig
@@ -47,6 +48,7 @@ from octavo.engine.messages import (
     encoder,
     from_engine_decoder,
     num_ids,
+    shift,
 )
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
@@ -98,19 +100,24 @@ class ProcessClient:
         self.serial = next(_serials)  # no other client in this process has it
         # Begins a request again on another engine, once this one is lost; False: it cannot.
         self.rescue: Callable[[Entry], bool] = lambda entry: False
+        # The first client has started another engine in the place of this one's, which is here.
+        self.on_replaced: Callable[[EngineInfo], None] = lambda info: None
         self.stats = EngineStats(time=0.0)
         self.draining = False
         self.on_step: Callable[[EngineStats], None] | None = None
         self._launcher = launcher or LocalLauncher()
         self._on_progress = on_progress
         self._info: EngineInfo | None = None
+        self._engine = 0  # its number
         self._accounts = Accounts(config.scheduler, seat.count)
         self._health = Health(config.scheduler.step_deadline)
         self.seat = seat
         self._next_handle = seat.first_handle
         self._child: Launched | None = None
+        self._lost: list[int] = []  # handles that the engine may still work on, for nobody
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._closing = False
+        self._leaving = False  # the engine's machine is wanted back
         self._tasks: list[asyncio.Task[None]] = []
         self._has_sockets = False
         self._closed: asyncio.Future[None] | None = None
@@ -129,9 +136,11 @@ class ProcessClient:
         try:
             self._outbox = self._bound(zmq.PUSH, "inbox")
             self._inbox = self._bound(zmq.PULL, "outbox")
+        except ConfigError:
+            self._drop_sockets()
+            raise
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            self._remove_directory()
+            self._drop_sockets()
             raise ConfigError(
                 f"cannot make a socket in {own}: {os.strerror(error.errno or 0)}; set "
                 "TMPDIR to another directory"
@@ -144,6 +153,11 @@ class ProcessClient:
         else:
             self._tasks.append(self._loop.create_task(self._say_hello()))
 
+    def _drop_sockets(self) -> None:
+        self._launcher.unbind()
+        self._context.destroy(linger=0)
+        self._remove_directory()
+
     async def _start_engine(self) -> None:
         address, seats = self._launcher.address, range(self.seat.count)
         inboxes, outboxes = (
@@ -152,6 +166,7 @@ class ProcessClient:
         )
         self._child = await self._launcher.launch(inboxes, outboxes, self.config)
         self._tasks.append(self._loop.create_task(self._watch_child(self._child)))
+        self._tasks.append(self._loop.create_task(self._watch_leaving(self._child)))
 
     async def _say_hello(self) -> None:
         """Until the engine has connected."""
@@ -176,6 +191,12 @@ class ProcessClient:
     def pid(self) -> int | None:
         """Of the engine, where this client has started it."""
         return self._child.pid if self._child is not None else None
+
+    @property
+    def _judges(self) -> bool:
+        """Whether this client ends the engine, where it must be. For the others it stays stalled:
+        the first one may start another in its place."""
+        return self.seat.index == 0
 
     @property
     def alive(self) -> bool:
@@ -207,6 +228,7 @@ class ProcessClient:
         self._loop.remove_reader(self._inbox.fileno())
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
+        self._launcher.unbind()
         self._context.term()
         self._remove_directory()
 
@@ -292,7 +314,10 @@ class ProcessClient:
     def enter(self, origin: Origin, stream: RequestStream) -> None:
         """Sends a request whose events go to a stream that is there. Raises EngineDead."""
         self._require_ready()
-        self._send(origin.request)
+        request = origin.request
+        if offset := self._clock_offset:
+            request = msgspec.structs.replace(request, arrival=request.arrival - offset)
+        self._send(request)
         self._accounts.enter(origin, stream)
 
     def check_queue(self, num_requests: int, num_tokens: int = 0, num_sequences: int = 1) -> None:
@@ -352,12 +377,14 @@ class ProcessClient:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        self._launcher.bind(socket, self.directory, f"{name}-{self.seat.index}")
+        name = f"{name}-{self.seat.index}"
+        self._launcher.bind(socket, self.directory, name, self._on_cut)
         return socket
 
     def _require_ready(self) -> None:
         if self.draining:
-            raise EngineDead("the server is shutting down")
+            who = "the engine's node" if self._leaving else "the server"
+            raise EngineDead(f"{who} is shutting down")
         if problem := self.problem():
             raise EngineDead(problem)
 
@@ -382,24 +409,42 @@ class ProcessClient:
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
+            if offset := self._clock_offset:
+                shift(message, offset)
             self._fan_out(message)
         elif isinstance(message, Heartbeat):
-            self._health.hear(message)
+            self._health.hear(message, time.monotonic())
         elif isinstance(message, Progress):
             if self._on_progress:
                 self._on_progress(message)
-        elif isinstance(message, Ready) and self._info is None:
-            self._info = message.info
-            self._accounts.begin(message.info.max_num_seqs)
-            self._health.begin(time.monotonic())
-            if not self._ready.done():
-                self._ready.set_result(message.info)
+        elif isinstance(message, Ready) and message.engine != self._engine:
+            self._begin(message)
         elif isinstance(message, PrefixCacheReset):
             call = self._calls.get(message.call)
             if call is not None and not call.done():
                 call.set_result(message.success)
-        elif isinstance(message, Failed):
+        elif isinstance(message, Failed) and (self._judges or self._info is None):
             self.die(message.message, message.user_error)
+
+    @property
+    def _clock_offset(self) -> float:
+        """From the engine's clock to this machine's."""
+        return self._child.clock_offset if self._child is not None else 0.0
+
+    def _begin(self, ready: Ready) -> None:
+        """The engine has loaded: the first one, or one in the place of one that died."""
+        replaced = self._info is not None
+        if replaced:
+            self._lose(EngineLost("the engine has been started again"))
+            self.serial = next(_serials)
+            self._health = Health(self.config.scheduler.step_deadline)
+        self._info, self._engine = ready.info, ready.engine
+        self._accounts.begin(ready.info.max_num_seqs)
+        self._health.begin(time.monotonic())
+        if replaced:
+            self.on_replaced(ready.info)
+        elif not self._ready.done():
+            self._ready.set_result(ready.info)
 
     def _fan_out(self, outputs: Outputs) -> None:
         self.stats = stats = outputs.stats
@@ -446,8 +491,17 @@ class ProcessClient:
     async def _watch_child(self, child: Launched) -> None:
         how = await child.wait()
         self._read()  # it may have said why
-        if not (self._closing or (self.draining and not how and not self.num_open)):
+        if self._leaving and not how:
+            self.die("its node has left")
+        elif not (self._closing or (self.draining and not how and not self.num_open)):
             self.die(f"the engine process ended {how or 'with exit code 0'}")
+
+    async def _watch_leaving(self, child: Launched) -> None:
+        await child.leaving()
+        self._leaving = True
+        if self._info is None:
+            self.die("its node has left while it loaded")
+        self.drain()
 
     async def _watch_heartbeat(self) -> None:
         while not self._health.death:
@@ -460,10 +514,28 @@ class ProcessClient:
             self._judge(now)
 
     def _judge(self, now: float) -> None:
-        if fault := self._health.judge(now):
+        fault = self._health.judge(now)
+        if fault and self._judges:
             self.die(fault)
-        elif self._health.stalled and self._accounts.entries:
-            self._free(self._lose(EngineLost(self._health.stalled)))
+            return
+        self._health.stalled = fault or self._health.stalled
+        if self._health.stalled and self._accounts.entries:
+            self._lost += self._lose(EngineLost(self._health.stalled))
+            self._free(self._lost)
+        elif self._lost and not self._health.stalled:  # what was sent while it stood still is gone
+            self._free(self._lost)
+            self._lost = []
+
+    def _on_cut(self) -> None:
+        """A connection has ended: what was on its way is lost, so nothing that is open can go on.
+        It is made again by itself."""
+        self._read()  # what had come before
+        if self._closing or self._health.death:
+            return
+        if self._info is None and self._child is not None:
+            self.die("its connection was cut while it loaded")
+        elif self._accounts.entries:
+            self._lost += self._lose(EngineLost("the connection to the engine was cut"))
 
     def die(self, why: str, user_error: bool = False) -> None:
         """Ends the engine, and everything that waits for it. The first reason counts."""
@@ -471,7 +543,7 @@ class ProcessClient:
             return
         self._health.death = why
         if self._child is not None:
-            self._child.kill()
+            self._child.kill(why, user_error)
         error = ConfigError(why) if user_error else EngineDead(why)
         if not self._ready.done():
             self._ready.set_exception(error)

@@ -91,6 +91,9 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Ends after the plans already submitted. Idempotent."""
 
+    def abandon(self) -> None:
+        """This process ends now: tells others, on other hosts too, and waits for nothing."""
+
 
 class Engine:
     """One replica: a scheduler, and an executor that obeys it."""

@@ -23,8 +23,10 @@ class Health:
         """The engine has loaded: from now on it has to be heard."""
         self._last_beat = now
 
-    def hear(self, beat: Heartbeat) -> None:
-        self._last_beat = max(self._last_beat, beat.time)
+    def hear(self, beat: Heartbeat, now: float) -> None:
+        """A beat has come. When it was sent says nothing where the engine's host has a clock of
+        its own."""
+        self._last_beat = now
         self._step_age, self._problem = beat.step_age, beat.problem
 
     def judge(self, now: float) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,11 +33,20 @@ class Launched(Protocol):
     def pid(self) -> int:
         """Of its process, on whatever machine."""
 
+    @property
+    def clock_offset(self) -> float:
+        """Seconds to add to its ``time.monotonic()`` to get this machine's."""
+
     async def wait(self) -> str:
         """Returns once it has ended: "" after a clean exit, else how ("by signal 9")."""
 
-    def kill(self) -> None:
-        """Ends it now. Idempotent."""
+    async def leaving(self) -> None:
+        """Returns once its machine is wanted back: it is to get nothing new, and to end when it has
+        finished what it has."""
+
+    def kill(self, why: str = "", user_error: bool = False) -> None:
+        """Ends it now. Idempotent. ``why``: for whoever started it elsewhere; ``user_error``: that
+        one must mend something first."""
 
     async def end(self, grace: float) -> None:
         """Tells it to end, ends it by force after ``grace`` seconds, and waits for that."""
@@ -50,9 +59,16 @@ class Launcher(Protocol):
     def place(self) -> str:
         """For people: "this machine, GPUs 0 and 1"."""
 
-    def bind(self, socket: zmq.Socket[Any], directory: Path, name: str) -> None:
+    def bind(
+        self, socket: zmq.Socket[Any], directory: Path, name: str, on_cut: Callable[[], None]
+    ) -> None:
         """Binds a client's socket where the engine will look for it. ``name``: "inbox-0" …; the
-        directory is the client's own. Raises ZMQError."""
+        directory is the client's own. ``on_cut`` is called in the running event loop when a
+        connection of the socket has ended, and messages may be lost. Raises ZMQError or
+        ConfigError."""
+
+    def unbind(self) -> None:
+        """Before the context of the bound sockets is ended."""
 
     def address(self, directory: Path, name: str) -> str:
         """What the engine connects to for that socket; asked for once it is bound (where it is not
@@ -74,8 +90,13 @@ class LocalLauncher:
     def place(self) -> str:
         return "this machine" + (f", GPU {self._devices}" if self._devices else "")
 
-    def bind(self, socket: zmq.Socket[Any], directory: Path, name: str) -> None:
+    def bind(
+        self, socket: zmq.Socket[Any], directory: Path, name: str, on_cut: Callable[[], None]
+    ) -> None:
         socket.bind(self.address(directory, name))
+
+    def unbind(self) -> None:
+        pass
 
     def address(self, directory: Path, name: str) -> str:
         return f"ipc://{directory}/{name}"
@@ -112,13 +133,20 @@ class EngineChild:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def clock_offset(self) -> float:
+        return 0.0
+
     async def wait(self) -> str:
         code = await self._process.wait()
         if code == 0:
             return ""
         return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
-    def kill(self) -> None:
+    async def leaving(self) -> None:
+        await asyncio.Event().wait()
+
+    def kill(self, why: str = "", user_error: bool = False) -> None:
         self._signal(signal.SIGKILL)
 
     async def end(self, grace: float) -> None:

@@ -2,7 +2,8 @@
 
 A request is known by integer handles: choice i of a request with n choices has ``handle + i``. The
 bits from ``CLIENT_SHIFT`` on say which client's it is, where there are several.
-Times are ``time.monotonic()`` of the host. Never imports torch.
+Times are ``time.monotonic()`` of the engine's host; ``shift`` makes them another's. Never imports
+torch.
 """
 
 from __future__ import annotations
@@ -129,7 +130,10 @@ class EngineInfo(msgspec.Struct):
 
 
 class Ready(Message, tag=True):
+    """``engine``: a number that an engine which is later started in its place does not have."""
+
     info: EngineInfo
+    engine: int = 0
 
 
 class Started(msgspec.Struct, array_like=True):
@@ -272,6 +276,21 @@ class Heartbeat(Message, tag=True):
     step: int
     step_age: float
     problem: str = ""
+
+
+def shift(outputs: Outputs, offset: float) -> None:
+    """Moves all times by ``offset`` seconds: from the clock of the engine's host to another's."""
+    outputs.stats.time += offset
+    for started in outputs.started:
+        started.time += offset
+    for finished in outputs.finished:
+        old = finished.timings
+        finished.timings = RequestTimings(
+            *(
+                time if time == -1.0 else time + offset  # -1.0: it has not happened
+                for time in (old.arrival, old.first_scheduled, old.first_token, old.last_token)
+            )
+        )
 
 
 ToEngine = AddRequest | SetVocabulary | Abort | ResetPrefixCache | Hello | Bye | Drain

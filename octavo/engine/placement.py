@@ -15,36 +15,41 @@ from octavo.types import ConfigError
 def local_replicas(
     config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND
 ) -> list[ReplicaSpec]:
-    """As many as ``--data-parallel-size`` says. Raises ConfigError where there are GPUs, but too
-    few."""
-    count, world = config.parallel.data_parallel_size, config.parallel.world_size
-    if count == 1:
+    """As many as run on this node. Raises ConfigError where there are GPUs, but too few."""
+    count, world = config.parallel.num_local, config.parallel.world_size
+    if count == config.parallel.data_parallel_size == 1:
         return [ReplicaSpec(config, LocalLauncher(command))]
+    if not count:
+        return []
     devices = visible_devices()
     if devices and len(devices) < count * world:
+        spelling = "--data-parallel-size"
+        if count != config.parallel.data_parallel_size:
+            spelling += "-local"
         each = f" of {world} GPUs" if world > 1 else ""
         raise ConfigError(
-            f"--data-parallel-size {count}: {count} replicas{each} need {count * world} GPUs, "
+            f"{spelling} {count}: {count} replicas{each} need {count * world} GPUs, "
             f"{len(devices)} can be seen here ({', '.join(devices)}): use "
-            f"--data-parallel-size {max(1, len(devices) // world)}, or hide the GPUs with "
+            f"{spelling} {max(1, len(devices) // world)}, or hide the GPUs with "
             "CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    memory = None if devices else available_memory() // count
+    memory = None if devices or count == 1 else available_memory() // count
     specs = []
     for index in range(count):
         own = devices[index * world : (index + 1) * world]
         launcher = LocalLauncher(command, ",".join(own) if own else None)
-        specs.append(ReplicaSpec(_part(config, index, count, memory), launcher))
+        threads = config.parallel.cpu_threads or max(1, available_cores() // (count * world))
+        specs.append(ReplicaSpec(part(config, index, threads, memory), launcher))
     return specs
 
 
-def _part(config: EngineConfig, index: int, count: int, memory: int | None) -> EngineConfig:
-    """The configuration of one of ``count`` replicas: what is said of the whole server is divided.
+def part(
+    config: EngineConfig, index: int, threads: int | None = None, memory: int | None = None
+) -> EngineConfig:
+    """The configuration of one of the replicas: what is said of the whole server is divided.
     ``memory``: bytes it may count on; None: as many as its devices have."""
     scheduler, parallel = config.scheduler, config.parallel
-    queued = scheduler.max_num_queued_reqs
-    processes = count * parallel.world_size
-    threads = parallel.cpu_threads or max(1, available_cores() // processes)
+    queued, count = scheduler.max_num_queued_reqs, parallel.data_parallel_size
     return replace(
         config,
         scheduler=replace(

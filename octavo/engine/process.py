@@ -14,12 +14,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from octavo import collector
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, cluster_secret
 from octavo.engine.messages import (
     CLIENT_SHIFT,
     Abort,
@@ -86,11 +87,15 @@ class EngineLoop:
 
     def __init__(self, config: EngineConfig, inboxes: str, outboxes: str) -> None:
         self._context = zmq.Context()
-        self._seats = Seats(self._context, inboxes, outboxes)
+        remote = inboxes.startswith("tcp:")
+        secret = cluster_secret(config.parallel.cluster_secret_file) if remote else None
+        self._seats = Seats(self._context, inboxes, outboxes, secret)
         self._inbox = self._seats.inbox
         self._config = config
         self._heart: Heart | None = None
+        self._abandon: Callable[[], None] = lambda: None
         self._draining = False
+        self._number = time.time_ns()
 
     def start(self) -> None:
         """Loads the model and says Ready. Raises ConfigError for what the user can mend."""
@@ -101,7 +106,8 @@ class EngineLoop:
             lambda *news: self._send(Progress(*news)),
             self._seats.directory,
         )
-        self._send(Ready(self.engine.info))
+        self._abandon = self._executor.abandon
+        self._send(self._ready())
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
         self._heart = Heart(self._seats, self)
         self._heart.start()
@@ -128,6 +134,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """Sends what is queued, for at most two seconds."""
+        self._abandon()
         if self._heart is not None:
             self._heart.stop()
         self._context.destroy(linger=2000)
@@ -138,6 +145,9 @@ class EngineLoop:
             return False
         self._send(Outputs(self.engine.stats()))
         return True
+
+    def _ready(self) -> Ready:
+        return Ready(self.engine.info, self._number)
 
     def _send(self, message: Message) -> None:
         self._seats.send(message)
@@ -169,7 +179,7 @@ class EngineLoop:
                 self._seats.send_to(client, PrefixCacheReset(message.call, done))
             case Hello():
                 self._seats.take(message.client)
-                self._seats.send_to(message.client, Ready(self.engine.info))
+                self._seats.send_to(message.client, self._ready())
             case Bye():
                 self._seats.leave(message.client)
                 self.engine.abort_client(message.client)
@@ -183,6 +193,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    if config.parallel.nnodes > 1:  # on this host ranks end with this process
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     loop = EngineLoop(config, inbox, outbox)
     try:
         loop.start()

@@ -31,10 +31,12 @@ MOST_RESTARTS, RESTART_WINDOW = 5, 600.0  # in so many seconds; then its replica
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What a replica runs with, and where."""
+    """What a replica runs with, and where. ``joins``: nobody waits for it; it serves once an engine
+    has come to its place, and again when that has gone and another has come."""
 
     config: EngineConfig
     launcher: Launcher
+    joins: bool = False
 
 
 class Restarts:
@@ -70,7 +72,8 @@ class Replica:
         self.spec = spec
         self.restarts = Restarts()
         self.work = RecentWork()
-        self.state = ""  # why there will be no engine any more
+        self.given_up = ""  # why there will be no engine any more
+        self.in_service = False  # the engine has loaded, and been given all it needs
         self.found: EngineInfo | None = None  # by the last engine that has loaded
         self._connect = connect
         self._past_admitted = 0
@@ -84,17 +87,27 @@ class Replica:
         self._past_admitted += last.num_admitted
         self._past_ended = self.ended
         self._past_stats = self.stats
+        self.in_service = False
         self.client = self._connect()
         return self.client
+
+    def replaced(self) -> None:
+        """Another client of the engine has started another one; ours speaks to that now."""
+        self._past_stats = self.stats
+        self.client.stats = EngineStats(time=0.0)
 
     # ---- state ----
 
     @property
     def serves(self) -> bool:
-        return not self.client.draining and self.client.problem() is None
+        """Requests may go there."""
+        return not self.client.draining and self.problem() is None
 
     def problem(self) -> str | None:
-        return self.state or self.client.problem()
+        """Why no request may go there; None while it makes progress."""
+        if problem := self.given_up or self.client.problem():
+            return problem
+        return None if self.in_service else "the model is still loading"
 
     @property
     def info(self) -> EngineInfo | None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from octavo.engine.accounts import Entry, Origin
 from octavo.engine.admission import too_many_prompts
 from octavo.engine.client import ProcessClient, Seat
+from octavo.engine.joining import check_same_engine
 from octavo.engine.joint_progress import JointProgress
 from octavo.engine.messages import AddRequest, EngineInfo, EngineStats, Progress, num_ids
 from octavo.engine.replica import (
@@ -44,6 +45,7 @@ logger = logging.getLogger("octavo")
 # How often a request may begin again after an engine was lost that had begun to compute it: such a
 # request may be what killed it, and must not take one replica after the other.
 MOST_SUSPECT = 1
+JOIN_PAUSE = 1.0  # seconds before the place of an engine that could not join is open again
 
 
 class Replicas:
@@ -63,7 +65,9 @@ class Replicas:
         self.router = Router()
         # Told of each step: the replica's number, and its statistics.
         self.on_step: Callable[[int, EngineStats], None] = lambda index, stats: None
-        self._progress = JointProgress(len(specs), on_progress or (lambda progress: None))
+        self._progress = JointProgress(
+            sum(not spec.joins for spec in specs), on_progress or (lambda progress: None)
+        )
         self._info: EngineInfo | None = None
         self._vocabulary: Vocabulary | None = None
         self._next_handle = self.seat.first_handle
@@ -79,27 +83,55 @@ class Replicas:
         the temporary directory cannot hold the sockets."""
         self._loop = asyncio.get_running_loop()
         self.dead = asyncio.Event()
+        self._opened = asyncio.Event()
         self.directory = self.seat.directory or Path(tempfile.mkdtemp(prefix="octavo-"))
-        for index, spec in enumerate(self._specs):
-            self.replicas.append(Replica(index, spec, partial(self._client, index, spec)))
-        await asyncio.gather(*(replica.client.start() for replica in self.replicas))
+        for spec in self._specs:
+            self._make(spec)
+        own = [replica for replica in self.replicas if not replica.spec.joins]
+        await asyncio.gather(*(replica.client.start() for replica in own))
+        for replica in self.replicas:
+            if replica.spec.joins:
+                self._tasks.append(self._loop.create_task(self._take_in(replica)))
 
     async def ready(self) -> EngineInfo:
-        """Waits until all have loaded. Raises ConfigError (the user can mend it) or EngineDead as
-        soon as one cannot."""
-        waiting = [self._loop.create_task(self._loaded(replica)) for replica in self.replicas]
+        """Waits until all that do not join have loaded, or else one that does. Raises ConfigError
+        (the user can mend it) or EngineDead as soon as one cannot."""
+        own = [replica for replica in self.replicas if not replica.spec.joins]
+        waiting = [self._loop.create_task(self._loaded(replica)) for replica in own]
         try:
             await asyncio.gather(*waiting)
         finally:
             for task in waiting:
                 task.cancel()
-        for replica in self.replicas:
+        if own:
+            self._serve_with(own)
+        for replica in own:
             self._tasks.append(self._loop.create_task(self._keep(replica)))
+        await self._opened.wait()
         return self.info
+
+    def _serve_with(self, replicas: list[Replica]) -> None:
+        """From now on requests are taken, and those who join are measured by these."""
+        self._info = common_info([r.found for r in replicas if r.found is not None])
+        self._opened.set()
+
+    async def add(self, spec: ReplicaSpec) -> Replica:
+        """A further replica, while the others serve: returns once it does, too. Raises ConfigError
+        or EngineDead where its engine cannot start; it is then left out."""
+        replica = self._make(spec)
+        try:
+            await replica.client.start()
+            await self._loaded(replica)
+        except (ConfigError, EngineDead) as error:
+            replica.given_up = str(error)
+            replica.client.die(str(error))
+            raise
+        self._tasks.append(self._loop.create_task(self._keep(replica)))
+        return replica
 
     @property
     def info(self) -> EngineInfo:
-        """What holds for every replica. Raises EngineDead before all have loaded."""
+        """What holds for every replica. Raises EngineDead before it is known."""
         if self._info is None:
             raise EngineDead("the model is still loading")
         return self._info
@@ -111,7 +143,7 @@ class Replicas:
 
     def problem(self) -> str | None:
         """Why nothing can be served now, or None while one replica serves."""
-        if any(replica.client.problem() is None for replica in self.replicas):
+        if any(replica.problem() is None for replica in self.replicas):
             return None if self._info is not None else "the model is still loading"
         problems = [(replica.index, replica.problem()) for replica in self.replicas]
         if len(problems) == 1:
@@ -164,10 +196,12 @@ class Replicas:
         self._next_handle += count
         return first
 
-    def submit(self, requests: Sequence[AddRequest], continuing: bool = False) -> RequestStream:
+    def submit(
+        self, requests: Sequence[AddRequest], continuing: bool = False, hint: bytes = b""
+    ) -> RequestStream:
         """Sends prepared requests, all or none, and returns the stream of their events. Each goes
         to one replica. ``continuing``: they go on with work that was admitted before, so the
-        queue's bounds do not hold for them.
+        queue's bounds do not hold for them. ``hint``: see ``routing``.
 
         Raises EngineDead when no engine can take them, QueueFull when too much waits everywhere.
         """
@@ -181,7 +215,7 @@ class Replicas:
         stream = candidates[0].client.stream_of(requests)
         try:
             for request in requests:
-                self._place(Origin(request), stream, candidates)
+                self._place(Origin(request, hint=hint), stream, candidates)
         except EngineDead:
             self.abort(list(stream.open))
             raise
@@ -215,8 +249,11 @@ class Replicas:
         return all(done) and not silent
 
     def send_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Before the first request with a grammar. Engines that start later get it, too."""
+        """Before the first request with a grammar, by the first of several API processes. All of
+        them give it to engines that start later, so that none comes too late with it."""
         self._vocabulary = vocabulary
+        if self.seat.index:
+            return
         for replica in self.replicas:
             replica.client.send_vocabulary(vocabulary)
 
@@ -257,12 +294,13 @@ class Replicas:
     def _place(self, origin: Origin, stream: RequestStream, candidates: Sequence[Replica]) -> None:
         """Sends a request to one of the replicas. Raises EngineDead when none takes it."""
         request, now = origin.request, time.monotonic()
+        num_tokens = num_ids(request.prompt_ids)
         keys: list[bytes] = []
         if self.config.cache.enable_prefix_caching:
             keys = chain_keys(request.salt, request.prompt_ids)
         loads = {replica.index: replica.load(now) for replica in candidates}
         while loads:
-            chosen, cached = self.router.choose(keys, num_ids(request.prompt_ids), loads)
+            chosen, cached = self.router.choose(keys, num_tokens, loads, origin.hint)
             try:
                 self.replicas[chosen].client.enter(replace(origin, num_cached=cached), stream)
             except EngineDead:  # it has gone since we looked
@@ -291,21 +329,30 @@ class Replicas:
 
     # ---- engines that come and go ----
 
+    def _make(self, spec: ReplicaSpec) -> Replica:
+        """A replica whose engine is yet to be started."""
+        index = len(self.replicas)
+        replica = Replica(index, spec, partial(self._client, index, spec))
+        self.replicas.append(replica)
+        self.router.add(index, 0)
+        return replica
+
     def _client(self, index: int, spec: ReplicaSpec) -> ProcessClient:
         """Of the next engine in a replica's place."""
         directory = self.directory / str(index)
         directory.mkdir(exist_ok=True)
-        name = f"replica {index}" if len(self._specs) > 1 else ""
+        name = f"replica {index}" if index or len(self._specs) > 1 else ""
         starting = self._info is None
         client = ProcessClient(
             spec.config,
-            partial(self._progress.take, index) if starting else None,
+            partial(self._progress.take, index) if starting and not spec.joins else None,
             spec.launcher,
             replace(self.seat, directory=directory),
             name,
         )
         client.on_step = lambda stats: self.on_step(index, stats)
         client.rescue = lambda entry: self._rescue(self.replicas[index], entry)
+        client.on_replaced = lambda info: self._welcome(self.replicas[index], info)
         return client
 
     async def _loaded(self, replica: Replica) -> None:
@@ -313,20 +360,65 @@ class Replicas:
         try:
             info = await replica.client.ready()
         except OctavoError as error:
-            if len(self._specs) == 1:
+            if len(self.replicas) == 1:
                 raise
             raise type(error)(f"replica {replica.index}: {error}") from None
+        if replica.spec.joins:
+            await self._check(replica, info)
+        self._settle(replica, info)
+
+    def _welcome(self, replica: Replica, info: EngineInfo) -> None:
+        """Another API process has started a replica's engine again."""
+        replica.replaced()
+        self._settle(replica, info)
+
+    def _settle(self, replica: Replica, info: EngineInfo) -> None:
+        """Takes into service an engine that has loaded, and knows nothing yet."""
         replica.found = info
         self.router.add(replica.index, info.num_blocks * info.block_size)
         if self._vocabulary is not None:
             replica.client.send_vocabulary(self._vocabulary)
-        infos = [r.found for r in self.replicas if r.found is not None]
-        if len(infos) == len(self.replicas):
-            self._info = common_info(infos)
+        if self._info is not None or all(r.found for r in self.replicas):
+            self._info = common_info([r.found for r in self.replicas if r.found is not None])
         now = time.monotonic()
         others = [r.load(now).recent for r in self.replicas if r is not replica and r.serves]
         mean = sum(others) / len(others) if others else 0.0
         replica.work.restart(mean, computed_tokens(replica.client.stats), now)
+        replica.in_service = True
+
+    async def _check(self, replica: Replica, info: EngineInfo) -> None:
+        """Raises ConfigError where a joining engine does not fit those that serve. Those of this
+        node come first; where there are none, the first that joins is the measure."""
+        if all(r.spec.joins for r in self.replicas) and not self._opened.is_set():
+            replica.found = info
+            self._serve_with([replica])
+        await self._opened.wait()
+        check_same_engine(self.info, info)
+
+    async def _take_in(self, replica: Replica) -> None:
+        """Takes in one engine after the other that joins in this place."""
+        while not self.draining:
+            client = replica.client
+            try:
+                await client.start()
+                await self._loaded(replica)
+                logger.info(
+                    "replica %d on %s serves; %d of %d serve",
+                    replica.index, replica.spec.launcher.place, self.num_serving,
+                    len(self.replicas),
+                )  # fmt: skip
+                await client.dead.wait()
+                logger.error(
+                    "replica %d: %s; its place is free; %d of %d serve",
+                    replica.index, client.problem(), self.num_serving, len(self.replicas),
+                )  # fmt: skip
+            except (ConfigError, EngineDead) as error:
+                logger.error("replica %d cannot join: %s", replica.index, error)
+                client.die(str(error), user_error=isinstance(error, ConfigError))
+                await asyncio.sleep(JOIN_PAUSE)
+            self.router.forget(replica.index)
+            await client.close()
+            replica.reconnect()
 
     async def _keep(self, replica: Replica) -> None:
         """Starts a replica's engine again whenever it has died, while others live."""
@@ -339,10 +431,10 @@ class Replicas:
                 return
             pause = replica.restarts.pause(time.monotonic())
             if pause is None:
-                replica.state = f"it was started {MOST_RESTARTS} times in {RESTART_WINDOW:g} s"
+                replica.given_up = f"it was started {MOST_RESTARTS} times in {RESTART_WINDOW:g} s"
                 logger.error(
                     "replica %d: %s; %s and is left out from now on; %d of %d serve",
-                    replica.index, why, replica.state, self.num_serving, len(self.replicas),
+                    replica.index, why, replica.given_up, self.num_serving, len(self.replicas),
                 )  # fmt: skip
                 return
             logger.error(

@@ -1,15 +1,19 @@
-"""Which replica a request goes to: the one that will have computed its prompt first.
+"""Which replica a request goes to: the one that will have computed its prompt at the least cost.
 
 Work is counted in tokens. Of each replica the router knows two sums: ``outstanding``, what it has
 been given and has not done, and ``recent``, what it has computed lately. A request costs
-``outstanding`` + the prompt tokens that the replica would have to compute, which are fewer where it
-holds a prefix of the prompt; the replica with the least is taken. That alone lets one replica keep
-every conversation that begins with the same system prompt while it is fast enough, so there is a
-balance guard: a replica is left out while its load (outstanding + recent) is above ``BALANCE``
-times the mean load plus the tokens of the prefix it holds. The prefix is in the bound because what
-is saved may be worth that much imbalance and no more: a lone conversation stays where its history
-is, and a short system prompt pulls nobody to a replica that has clearly more to do. The replica
-with the least load is never left out.
+``outstanding`` + the prompt's tokens - ``PREFIX_WORTH`` times those of the prefix that the replica
+holds; the replica with the least is taken, of equals the one with the least load (outstanding +
+recent). That alone lets one replica keep every conversation that begins with
+the same system prompt while it is fast enough, so there is a balance guard: the prefix that a
+replica holds does not count while its load is above ``BALANCE`` times the mean load plus the
+tokens of that prefix. They are in the bound because what is saved may be worth that much imbalance
+and no more: a lone conversation stays where its history is, and a short system prompt draws nobody
+to a replica that has clearly done more.
+
+A client may say which requests share a prefix (``hint``). Where no replica holds any of a prompt,
+such requests are drawn to one, as if it held ``HINT_TOKENS`` of it: by rendezvous hashing, so that
+API processes that know nothing of each other's requests draw to the same one.
 
 Prefixes are known by hashes of blocks of ids, chained over (salt, ids) with blake2b: a hint, kept
 per replica in the order of last use and bounded by the size of its KV cache. Nothing is asked of
@@ -32,9 +36,13 @@ LARGE_BLOCK_TOKENS = 1024
 # Tokens that a sequence still has to compute after its prompt, when nothing else is known: half of
 # the 256 that outputs are taken to have.
 SEQUENCE_TOKENS = 128
-# With two replicas no more than 55 % of the lately computed tokens are one's, but for what
-# prefixes are worth.
+# A token that need not be computed again is worth two that are waited for: the one keeps everybody
+# at that replica waiting, and takes room in a second cache; the other delays this request alone.
+PREFIX_WORTH = 2.0
+# With two replicas prefixes draw no more than 55 % of the work to one, but for what they are worth.
 BALANCE = 1.1
+# What a client's word is worth that a prompt shares a prefix with others.
+HINT_TOKENS = 256
 HALF_LIFE = 60.0  # seconds in which half of what was computed is forgotten
 
 
@@ -128,19 +136,25 @@ class Router:
             self._known[replica].forget()
 
     def choose(
-        self, keys: Sequence[bytes], num_tokens: int, loads: Mapping[int, Load]
+        self, keys: Sequence[bytes], num_tokens: int, loads: Mapping[int, Load], hint: bytes = b""
     ) -> tuple[int, int]:
         """One of the replicas in ``loads`` for a prompt of ``num_tokens`` with these ``keys``, and
-        how many of its tokens that one should hold."""
+        how many of its tokens that one should hold. ``hint``: equal for requests that a client
+        says share a prefix."""
         cached = {i: tokens_of(self._known[i].matched(keys)) for i in loads}
+        hinted = -1
+        if hint and not any(cached.values()):
+            hinted = max(loads, key=lambda i: blake2b(hint, key=b"%d" % i, digest_size=8).digest())
         mean = sum(load.total for load in loads.values()) / len(loads)
 
         def cost(replica: int) -> tuple[float, float, int]:
             load = loads[replica]
-            return load.outstanding + num_tokens - cached[replica], load.total, replica
+            saved = HINT_TOKENS if replica == hinted else cached[replica]
+            if load.total > BALANCE * mean + saved:
+                saved = 0
+            return load.outstanding + num_tokens - PREFIX_WORTH * saved, load.total, replica
 
-        balanced = [i for i, load in loads.items() if load.total <= BALANCE * mean + cached[i]]
-        chosen = min(balanced, key=cost)
+        chosen = min(loads, key=cost)
         return chosen, cached[chosen]
 
     def use(self, replica: int, keys: Sequence[bytes]) -> None:
@@ -160,6 +174,11 @@ def chain_keys(salt: bytes, ids: bytes) -> list[bytes]:
         if at == fine:
             step = 4 * LARGE_BLOCK_TOKENS
     return keys
+
+
+def hint_of(salt: bytes, name: str | None) -> bytes:
+    """Of requests that a client calls by one name, within what may share a cache."""
+    return blake2b(salt + b"/" + name.encode(), digest_size=16).digest() if name else b""
 
 
 def block_tokens(index: int) -> int:

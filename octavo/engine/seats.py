@@ -1,7 +1,7 @@
 """The engine process's side of the sockets: one inbox for all its clients, an outbox for each.
 
 A client is an API process; client i has bound its own pair of sockets, ``inbox-i`` and
-``outbox-i``. Never imports torch.
+``outbox-i``, on this machine or another. Never imports torch.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from typing import Any
 import zmq
 
 from octavo.engine.messages import Message, Outputs, encoder
+from octavo.wire import Wire
 
 MOST_BEATS = 10  # kept for a client that does not read
 
 
 class Seats:
-    """``inboxes`` and ``outboxes``: the clients' addresses in order, joined by commas."""
+    """``inboxes`` and ``outboxes``: the clients' addresses in order, joined by commas;
+    ``secret``: what they and this process know, where they are on another machine."""
 
-    def __init__(self, context: zmq.Context[Any], inboxes: str, outboxes: str) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], inboxes: str, outboxes: str, secret: bytes | None = None
+    ) -> None:
         self._context = context
+        self._wire = Wire(context, secret)
         self._addresses = outboxes.split(",")
         self.inbox: zmq.Socket[bytes] = context.socket(zmq.PULL)
         for address in inboxes.split(","):
-            self.inbox.connect(address)
+            self._wire.connect(self.inbox, address)
         self._outboxes = {i: self._outbox(i) for i in range(len(self._addresses))}
 
     @property
@@ -69,5 +74,5 @@ class Seats:
     def _outbox(self, client: int, most: int = 0) -> zmq.Socket[bytes]:
         outbox: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         outbox.setsockopt(zmq.SNDHWM, most)
-        outbox.connect(self._addresses[client])
+        self._wire.connect(outbox, self._addresses[client])
         return outbox

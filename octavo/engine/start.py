@@ -12,7 +12,8 @@ from octavo.config import EngineConfig, reject_unsupported
 from octavo.engine.engine import Engine, Executor
 from octavo.engine.messages import EngineInfo
 from octavo.grammar.grammars import Grammars
-from octavo.model.facts import default_sampling, eos_ids
+from octavo.model.facts import default_sampling, eos_ids, read_spec
+from octavo.model.shard import check_divisible
 from octavo.types import ConfigError, InvalidRequest, Progress, SamplingParams
 from octavo.worker.executor import start_executor
 
@@ -24,6 +25,9 @@ def start_engine(
     with the line to show the user."""
     reject_unsupported(config)
     path = Path(config.model.model)
+    parallel = config.parallel
+    if (tp := parallel.tensor_parallel_size) * (pp := parallel.pipeline_parallel_size) > 1:
+        check_divisible(read_spec(path, config.model.hf_overrides), tp, pp)
     sampling = _default_sampling(config, path)
     grammars = Grammars()
     executor, found = start_executor(config, path, progress, grammars, directory)

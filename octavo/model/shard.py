@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.model.spec import DecoderSpec, MoESpec
 from octavo.types import ConfigError
 
 if TYPE_CHECKING:
@@ -158,6 +159,25 @@ class TensorParallel:
 
 
 ALONE = TensorParallel()
+
+
+def check_divisible(spec: DecoderSpec, tensor_size: int, pipeline_size: int) -> None:
+    """Raises ConfigError, naming what cannot be divided and the sizes that can, where a model
+    cannot be spread over so many ranks."""
+    num_layers = len(spec.layers)
+    if pipeline_size > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {pipeline_size}: the model has {num_layers} layers, and a "
+            f"stage needs one at least; use 1 to {num_layers}"
+        )
+    shard = Shard(0, tensor_size)
+    shard.vocabulary(spec.vocab_size)
+    for layer in spec.layers:
+        mixer, mlp = layer.mixer, layer.mlp
+        shard.heads(mixer.num_heads, getattr(mixer, "num_kv_heads", mixer.num_heads))
+        shard.inner(mlp.intermediate_size, "the inner size of an MLP or expert")
+        if isinstance(mlp, MoESpec) and mlp.shared:
+            shard.inner(mlp.shared.intermediate_size, "the shared expert's inner size")
 
 
 def _share(count: int, rank: int, size: int) -> Range:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.routing import hint_of
 from octavo.server.beams import BeamGeneration
 from octavo.server.errors import TimedOut
 from octavo.server.generation import Ask, Choice, Generation, Piece
@@ -239,6 +240,7 @@ async def respond(
     ``drop_output``, ``marks``: see ``Ask``. ``render``: all but the generation, told as JSON."""
     name = request_id(request, body.request_id, prefix)
     check_priority(state, body.priority)
+    salt = state.salt(request.scope["octavo.key"], body.cache_salt)
     ask = Ask(
         request_id=name,
         prompts=prompts[0],
@@ -246,7 +248,8 @@ async def respond(
         params=params,
         arrival=arrival,
         priority=body.priority or 0,
-        salt=state.salt(request.scope["octavo.key"], body.cache_salt),
+        salt=salt,
+        hint=hint_of(salt, body.prompt_cache_key),
         tenant=request.scope["octavo.key"],
         weight=request.scope["octavo.weight"],
         drop_output=drop_output,

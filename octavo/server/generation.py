@@ -91,6 +91,7 @@ class Ask:
     grammar: str = ""
     timeout: float | None = None  # seconds after arrival
     marks: Mapping[int, str] | None = None
+    hint: bytes = b""  # equal for requests that the client says share a prefix
     again: bool = False  # it was admitted before, and lost with its engine
 
 
@@ -101,7 +102,7 @@ class Generation:
         self._state = state
         self._ask = ask
         self._submission = Submission(
-            state, receive, ask.arrival, ask.timeout, self._doing, admitted=ask.again
+            state, receive, ask.arrival, ask.timeout, self._doing, ask.again, ask.hint
         )
         self._first: StepEvents | None = None
         self.num_prompt_logprobs = 0  # entries, all positions and ranks

@@ -26,11 +26,14 @@ import uvloop
 
 from octavo import collector
 from octavo.checkpoint.locate import ModelFiles
-from octavo.config import EngineConfig, ServerConfig
+from octavo.config import EngineConfig, ServerConfig, cluster_secret
 from octavo.engine.client import Seat
+from octavo.engine.door import Door
+from octavo.engine.joining import checkpoint_facts
 from octavo.engine.launch import ENGINE_COMMAND
 from octavo.engine.messages import EngineInfo, Progress
 from octavo.engine.placement import local_replicas
+from octavo.engine.ray_backend import RayBackend, check_installed, new_secret
 from octavo.engine.replicas import Replicas
 from octavo.server.group import Board, Group, MemberSettings
 from octavo.types import ConfigError, EngineDead
@@ -66,10 +69,10 @@ def serve(
     ``engine_command`` replaces the engine process (tests). Raises ConfigError for what the user
     can mend: a taken port, a model that cannot be loaded.
     """
-    if server.api_server_count > 1 and config.parallel.data_parallel_size > 1:
+    if server.api_server_count > 1 and config.parallel.num_joining:
         raise ConfigError(
-            f"--api-server-count {server.api_server_count} with --data-parallel-size "
-            f"{config.parallel.data_parallel_size}: not in this version; use 1 for one of them"
+            f"--api-server-count {server.api_server_count} with replicas that join: not in this "
+            "version; use 1"
         )
     listener, address = bind(server)
     try:
@@ -154,11 +157,31 @@ class Server:
         self._listener, self._address = listener, address
         self._seat = seat or Seat(0, server.api_server_count)
         specs = local_replicas(config, engine_command or ENGINE_COMMAND)
+        self._door: Door | None = None
+        self._ray: RayBackend | None = None
+        if config.parallel.num_joining:
+            self._open_door()
+            assert self._door is not None
+            specs += self._door.specs()
         self._client = Replicas(specs, self._show_progress, self._seat)
         self._group: Group | None = None
         self._signals = 0
         self._stop = asyncio.Event()
         self._workers: Workers | None = None
+
+    def _open_door(self) -> None:
+        """For the replicas that join, and asks Ray for them where it is to give them."""
+        config, files = self._config, self._files
+        parallel = config.parallel
+        facts = checkpoint_facts(files.path, config.model.load_format != "dummy")
+        if parallel.data_parallel_backend != "ray":
+            self._door = Door(config, facts)
+            return
+        check_installed()
+        secret = cluster_secret(parallel.cluster_secret_file) or new_secret()
+        self._door = Door(config, facts, secret)
+        model = str(files.path.resolve()) if Path(files.name).exists() else files.name
+        self._ray = RayBackend(config, model, self._door.endpoint, secret)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -166,6 +189,8 @@ class Server:
             loop.add_signal_handler(number, self._on_signal)
         http: asyncio.Task[None] | None = None
         try:
+            if self._door is not None:
+                self._door.start()
             await self._client.start()
             if self._seat.count > 1 and self._seat.index == 0:
                 self._group = self._make_group()
@@ -173,6 +198,8 @@ class Server:
             self._make_app()
             if self._listener is not None:
                 http = self._listen(self._listener)
+            if self._ray is not None:
+                await self._ray.start()
             if not self._config.model.skip_tokenizer_init:
                 await asyncio.to_thread(self._load_text)
             ended = await self._until(self._client.ready())
@@ -190,6 +217,10 @@ class Server:
             if self._group is not None:
                 await self._group.close()
             await self._client.close()
+            if self._ray is not None:
+                await self._ray.close()
+            if self._door is not None:
+                await self._door.close()
             if self._workers is not None:  # the app was made
                 await self._state.grammars.close()
             if http is not None:
@@ -260,7 +291,7 @@ class Server:
         self._state.metrics.size_by_tokens(info.max_model_len)
         if self._seat.count > 1:
             self._state.metrics.share(Board(self._client.directory))
-        if self._state.tokenizer is not None and self._seat.index == 0:
+        if self._state.tokenizer is not None:
             # The engine makes its tables of it while it is idle.
             self._client.send_vocabulary(self._state.vocabulary())
         collector.settle()

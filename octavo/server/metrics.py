@@ -58,8 +58,6 @@ class Metrics(Collector):
     def __init__(self, client: Replicas, model_name: str, max_model_len: int = 131072) -> None:
         self._client = client
         self._model_name = model_name
-        # What is counted for the whole server is told of the one engine, or of all.
-        self._server_label = "0" if len(client.replicas) == 1 else ALL_ENGINES
         self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
         self.inter_token = Histogram(PER_TOKEN_BUCKETS)
         self.per_output_token = Histogram(PER_TOKEN_BUCKETS)
@@ -179,6 +177,11 @@ class Metrics(Collector):
         yield from self._gauges(totals)
         yield from self._counters(totals)
         yield from self._histograms(totals)
+
+    @property
+    def _server_label(self) -> str:
+        """What is counted for the whole server is told of the one engine, or of all."""
+        return "0" if len(self._client.replicas) == 1 else ALL_ENGINES
 
     def _of_engines(
         self,

@@ -28,15 +28,18 @@ class Submission:
         timeout: float | None,
         doing: Callable[[], str],
         admitted: bool = False,
+        hint: bytes = b"",
     ) -> None:
         """``timeout``: seconds after ``arrival`` at which it fails; ``doing`` then says what was
-        under way. ``admitted``: the queue's bounds do not hold for the first batch either."""
+        under way. ``admitted``: the queue's bounds do not hold for the first batch either.
+        ``hint``: equal for requests that the client says share a prefix."""
         self._state = state
         self._receive = receive
         self._arrival = arrival
         self._timeout = timeout
         self._doing = doing
         self._admitted = admitted
+        self._hint = hint
         self._stream: RequestStream | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -49,7 +52,7 @@ class Submission:
             raise self._failure
         is_first = self._stream is None
         continuing = self._admitted or not is_first
-        self._stream = self._state.client.submit(requests, continuing)
+        self._stream = self._state.client.submit(requests, continuing, self._hint)
         if is_first:
             self._begin()
         return self._stream

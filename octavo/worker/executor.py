@@ -99,6 +99,9 @@ class UniExecutor:
             raise error
         return answer  # type: ignore[return-value]
 
+    def abandon(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         if self._thread is not None:
             self._plans.put(None)
@@ -196,6 +199,9 @@ class CudaExecutor:
     @property
     def num_pending(self) -> int:
         return self._runner.num_pending if self._runner is not None else 0
+
+    def abandon(self) -> None:
+        pass
 
     def shutdown(self) -> None:
         """And gives the GPU's memory back."""

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig, child_environment
+from octavo.config import EngineConfig, ParallelConfig, cluster_secret, worker_environment
 from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.machine import available_cores
+from octavo.machine import available_cores, interface_to
 from octavo.types import ConfigError, EngineDead, Progress, StepFailed, StepProfile
+from octavo.wire import Wire
 from octavo.worker import messages
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.messages import encoder, from_worker
@@ -37,9 +38,13 @@ from octavo.worker.topology import Topology, difference
 
 logger = logging.getLogger(__name__)
 
+WORKER_COMMAND = (sys.executable, "-m", "octavo.worker.process")
 POLL_MS = 100
+BEAT_SECONDS = 0.5
 SILENCE = 1.5  # seconds after which a rank counts as stalled; it beats every 0.5 s
 START_SECONDS = 60.0  # for a process of this host to call
+NODE_SECONDS = 600.0  # for those of other hosts, which somebody starts there
+NO_CALL = "has not called"
 END_SECONDS = 5.0  # for a process to end once it was told to
 # Ranks that fail in the same step fail in the same way; one alone leaves the others waiting.
 SAME_FAULT_SECONDS = 5.0
@@ -76,6 +81,34 @@ class Answers:
         return len(self.found) == self.wanted
 
 
+def node_endpoint(parallel: ParallelConfig) -> str:
+    """Where machine 0 waits for the others' ranks."""
+    host = parallel.master_addr
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{parallel.master_port}"
+
+
+def launch_ranks(
+    config: EngineConfig, node: int, endpoint: str, command: Sequence[str] = WORKER_COMMAND
+) -> dict[int, subprocess.Popen[bytes]]:
+    """Starts the ranks of a node; they call at ``endpoint``."""
+    topology = Topology.of(config)
+    threads = config.parallel.cpu_threads or max(1, available_cores() // topology.per_node)
+    parallel = replace(config.parallel, cpu_threads=threads)
+    given = msgspec.msgpack.encode(replace(config, parallel=parallel))
+    environment = worker_environment(threads, interface_to(topology.address))
+    found = {}
+    for local, rank in enumerate(topology.ranks_of(node)):
+        numbers = (rank, local, os.getpid())
+        found[rank] = process = subprocess.Popen(
+            [*command, endpoint, *map(str, numbers)], stdin=subprocess.PIPE, env=environment
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once, as its exit code tells
+            process.stdin.write(given)
+            process.stdin.close()
+    return found
+
+
 class GrammarsElsewhere:
     """What the engine's grammars are told is also told to the rank that draws by them."""
 
@@ -99,11 +132,16 @@ class GroupExecutor:
     num_pending = 0
 
     def __init__(
-        self, config: EngineConfig, grammars: Grammars, directory: Path | None = None
+        self,
+        config: EngineConfig,
+        grammars: Grammars,
+        directory: Path | None = None,
+        command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
         """``grammars``: of the requests whose plans will be submitted. ``directory``: for the
-        socket; None: a temporary one."""
+        socket; None: a temporary one. ``command``: starts a worker."""
         self._config = config
+        self._command = command
         self._topology = Topology.of(config)
         self.num_stages = self._topology.pipeline_size
         self._ranks = [Rank(number) for number in range(self._topology.size)]
@@ -119,6 +157,7 @@ class GroupExecutor:
         self._answers: Answers | None = None
         self._store: messages.StoreOpen | None = None
         self._progress: Progress = lambda *news: None
+        self._beat = 0.0  # when the ranks were last told that this process lives
         self.problem = ""
         grammars.mirror = GrammarsElsewhere(self)
 
@@ -132,7 +171,8 @@ class GroupExecutor:
             clock.enter("start workers")
             self._listen()
             self._launch()
-            self._wait(lambda rank: rank.hello is not None, START_SECONDS, "has not called")
+            self._wait(lambda rank: bool(rank.hello or not rank.process), START_SECONDS, NO_CALL)
+            self._wait(lambda rank: rank.hello is not None, NODE_SECONDS, NO_CALL)
             self._check_facts()
             self._wait_for(lambda: self._store is not None, START_SECONDS, "rank 0 opens no store")
             assert self._store is not None
@@ -149,29 +189,19 @@ class GroupExecutor:
         return self._joint_info(phases)
 
     def _listen(self) -> None:
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._endpoint = f"ipc://{self._directory}/workers-{os.getpid()}"
-        self._socket.bind(self._endpoint)
+        """Raises ConfigError for an address of --master-addr and --master-port that cannot be
+        had."""
+        parallel = self._config.parallel
+        self._wire = Wire(self._context, cluster_secret(parallel.cluster_secret_file))
+        address = f"ipc://{self._directory}/workers-{os.getpid()}"
+        if parallel.nnodes > 1:
+            address = node_endpoint(parallel)
+        self._socket, self._endpoint = self._wire.listen(zmq.ROUTER, address)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that connects again
 
     def _launch(self) -> None:
-        per_node = self._topology.per_node
-        threads = self._config.parallel.cpu_threads or max(1, available_cores() // per_node)
-        parallel = replace(self._config.parallel, cpu_threads=threads)
-        given = msgspec.msgpack.encode(replace(self._config, parallel=parallel))
-        for rank in self._ranks[:per_node]:
-            command = [sys.executable, "-m", "octavo.worker.process", self._endpoint]
-            rank.process = subprocess.Popen(
-                [*command, str(rank.number), str(rank.number), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                env=child_environment(threads),
-            )
-            assert rank.process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it died at once: ``_check`` tells
-                rank.process.stdin.write(given)
-                rank.process.stdin.close()
+        for number, process in launch_ranks(self._config, 0, self._endpoint, self._command).items():
+            self._ranks[number].process = process
 
     def _wait(self, is_there: Callable[[Rank], bool], seconds: float | None, lack: str) -> None:
         """Until it holds for all ranks."""
@@ -306,7 +336,7 @@ class GroupExecutor:
         """Ends the ranks, those that take longer than ``seconds`` by force."""
         if self._context.closed:
             return
-        with contextlib.suppress(zmq.ZMQError, AttributeError):
+        with contextlib.suppress(zmq.ZMQError, AttributeError):  # it may not listen yet
             self._tell(messages.Stop())
         deadline = time.monotonic() + seconds
         for rank in self._ranks:
@@ -317,9 +347,15 @@ class GroupExecutor:
             if rank.process.poll() is None:
                 rank.process.kill()
                 rank.process.wait()
-        self._context.destroy(linger=0)
+        with contextlib.suppress(AttributeError):
+            self._wire.close()
+        # To other hosts the last word still has to go.
+        self._context.destroy(linger=0 if self._topology.num_nodes == 1 else 1000)
         if self._own_directory is not None:
             shutil.rmtree(self._own_directory, ignore_errors=True)
+
+    def abandon(self) -> None:
+        self.shutdown(0.0)
 
     # ---- wire ----
 
@@ -401,18 +437,22 @@ class GroupExecutor:
     # ---- watching ----
 
     def _check(self) -> None:
-        """Raises EngineDead for a rank that has ended, that hangs, or that failed alone."""
+        """Tells the ranks that this process lives. Raises EngineDead for a rank that has ended,
+        that hangs, or that failed alone."""
         now = time.monotonic()
+        if now - self._beat > BEAT_SECONDS:
+            self._beat = now
+            self._tell(messages.Beat())
         for rank in self._ranks:
             if rank.process is not None and (code := rank.process.poll()) is not None:
                 how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
                 self._receive(0)  # it may have said why
                 raise EngineDead(f"{rank} {how}")
+        deadline = self._config.scheduler.step_deadline
         for step, of_step in self._faults.items():
-            if now - self._fault_began > SAME_FAULT_SECONDS:
+            if now - self._fault_began > min(SAME_FAULT_SECONDS, deadline / 2):
                 number, message = next(iter(of_step.items()))
                 raise EngineDead(f"{self._ranks[number]} failed alone in step {step}: {message}")
-        deadline = self._config.scheduler.step_deadline
         called = [rank for rank in self._ranks if rank.hello is not None]
         silent = max(called, key=lambda rank: now - rank.heard, default=None)
         silence = now - silent.heard if silent is not None else 0.0

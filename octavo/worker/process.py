@@ -10,6 +10,7 @@ the others.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -26,11 +27,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig, prepare_torch
+from octavo.config import EngineConfig, cluster_secret, prepare_torch
 from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
 from octavo.parent import die_with_parent
-from octavo.types import ConfigError, StepFailed
+from octavo.types import ConfigError, EngineDead, StepFailed
+from octavo.wire import Wire
 from octavo.worker import messages
 from octavo.worker.executor import CudaExecutor, failed
 from octavo.worker.info import PhaseClock, WorkerInfo
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
+LINGER_MS = 2000  # for a last word to go
 SPIN_SECONDS = 20e-6  # between two looks at a GPU that is at work
 
 
@@ -114,7 +117,7 @@ class Reader(threading.Thread):
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._connection = connection
         self._grammars = grammars
-        self.heard = time.monotonic()  # when the executor last was
+        self.heard = math.inf  # when the executor last was; for its first word there is time
 
     def run(self) -> None:
         inbox = self._connection.socket("")
@@ -144,7 +147,9 @@ class Connection:
     """To the executor: a socket for each thread, known there as RANK/name."""
 
     def __init__(self, endpoint: str, rank: int, config: EngineConfig) -> None:
+        secret = cluster_secret(config.parallel.cluster_secret_file)
         self._context = zmq.Context()
+        self._wire = Wire(self._context, secret)
         self._endpoint = endpoint
         self._config = config
         self.rank = rank
@@ -152,10 +157,9 @@ class Connection:
     def socket(self, name: str) -> zmq.Socket[bytes]:
         found: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         found.setsockopt(zmq.IDENTITY, f"{self.rank}/{name}".encode())
-        found.setsockopt(zmq.SNDHWM, 0)
-        found.setsockopt(zmq.RCVHWM, 0)
-        found.setsockopt(zmq.LINGER, 2000)
-        found.connect(self._endpoint)
+        found.sndhwm = found.rcvhwm = 0
+        self._wire.connect(found, self._endpoint)
+        found.linger = LINGER_MS
         return found
 
     def hello(self) -> messages.Hello:
@@ -196,8 +200,11 @@ class Worker:
         self._reports = rank == self._topology.reporter
         self._grammars = Grammars() if self._reports else None
         self._reader = Reader(connection, self._grammars)
-        silence = max(config.scheduler.step_deadline, 5.0)
+        # On its own host a worker ends with its parent.
+        apart = not endpoint.startswith("ipc:")
+        silence = max(config.scheduler.step_deadline, 5.0) if apart else math.inf
         self._heart = Heart(connection, self._reader, silence)
+        self._next_step = 0
         self._unsent: deque[int] = deque()  # steps whose results are to come
 
     def start(self) -> None:
@@ -210,7 +217,7 @@ class Worker:
         from octavo import parallel
         from octavo.worker.device import choose_device
 
-        device = choose_device(self._local, self._topology.ranks_here(self.rank))
+        device = choose_device(self._local, self._topology.per_node)
         device.enter()
         self._heart.exchanges = lambda: parallel.Exchanges.count
         clock.enter("meeting")
@@ -289,6 +296,9 @@ class Worker:
     def _obey(self, command: Any) -> None:
         if isinstance(command, messages.Step):
             plan = decode(command.plan, StepPlan)
+            if plan.step != self._next_step:
+                raise EngineDead(f"got step {plan.step}, not {self._next_step}: the link was cut")
+            self._next_step += 1
             self._steps.take_drawn([decode(raw, StepResult) for raw in command.drawn])
             self._unsent.append(plan.step)
             self._steps.submit(plan)
@@ -324,7 +334,8 @@ class Worker:
 
     def fail(self, error: BaseException) -> None:
         is_user_error = isinstance(error, ConfigError)
-        text = str(error) if is_user_error else f"{type(error).__name__}: {error}"
+        told = is_user_error or isinstance(error, EngineDead)
+        text = str(error) if told else f"{type(error).__name__}: {error}"
         self._send(messages.Broken(self.rank, text, is_user_error))
 
     def _tell_progress(self, phase: str, fraction: float, num_bytes: int = 0) -> None:

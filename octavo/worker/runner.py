@@ -166,7 +166,9 @@ class Runner:
     def follows(self) -> bool:
         """Whether another rank draws in this one's place, where that is more than the most likely
         token."""
-        return not self.ranks.leads
+        place = None if self.world is None else self.world.place
+        is_last = place is None or place.stage == place.pipeline_size - 1
+        return not (self.ranks.leads and is_last)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self.batches.build(plan)

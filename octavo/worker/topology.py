@@ -32,7 +32,12 @@ class Topology:
     @classmethod
     def of(cls, config: EngineConfig) -> Topology:
         parallel = config.parallel
-        return cls(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        return cls(
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.nnodes,
+            parallel.master_addr if parallel.nnodes > 1 else LOOPBACK,
+        )
 
     @property
     def size(self) -> int:
@@ -47,21 +52,23 @@ class Topology:
     def per_node(self) -> int:
         return self.size // self.num_nodes
 
+    def ranks_of(self, node: int) -> range:
+        return range(node * self.per_node, (node + 1) * self.per_node)
+
     def node_of(self, rank: int) -> int:
         return rank // self.per_node
-
-    def ranks_here(self, rank: int) -> int:
-        """How many ranks share the host of this one."""
-        return self.per_node
 
     def place(self, rank: int, local: int) -> Place:
         from octavo.parallel import Place
 
-        return Place(rank, self.tensor_size, self.pipeline_size, local, self.ranks_here(rank))
+        return Place(rank, self.tensor_size, self.pipeline_size, local, self.per_node)
 
 
 # Settings of a node, not of the engine.
-_OWN = {"model.model", "model.tokenizer", "parallel.cpu_threads", "parallel.node_rank"}
+_OWN = {
+    *("model.model", "model.tokenizer", "model.served_model_name"),
+    *("parallel.cpu_threads", "parallel.node_rank", "parallel.cluster_secret_file"),
+}
 
 
 def facts_of(config: EngineConfig) -> dict[str, str]:

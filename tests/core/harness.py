@@ -34,6 +34,7 @@ class Harness:
         )
         self.outputs: dict[int, list[int]] = {}
         self.handle = 0
+        self.checks = True  # after every call; they take a while where there are many blocks
 
     def request(
         self,
@@ -67,7 +68,8 @@ class Harness:
 
     def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
-        self.scheduler.check()
+        if self.checks:
+            self.scheduler.check()
         return plan
 
     def finish(
@@ -96,7 +98,8 @@ class Harness:
         update = self.scheduler.update(result)
         for handle, drawn_token in zip(update.handles.tolist(), update.tokens.tolist()):
             self.outputs.setdefault(handle, []).append(drawn_token)
-        self.scheduler.check()
+        if self.checks:
+            self.scheduler.check()
         return update
 
     def preempted(self) -> tuple[Request, Request, list[StepPlan]]:

@@ -17,6 +17,7 @@ from octavo.engine.routing import (
     RecentWork,
     Router,
     chain_keys,
+    hint_of,
     tokens_of,
 )
 
@@ -96,7 +97,7 @@ def test_a_prefix_is_worth_the_tokens_that_it_saves():
     made.use(0, keys)
     waits = lambda tokens: {0: Load(tokens, 0.0), 1: Load(0.0, 0.0)}  # noqa: E731
     assert made.choose(keys, 640, waits(600.0))[0] == 0
-    assert made.choose(keys, 640, waits(700.0))[0] == 1
+    assert made.choose(keys, 640, waits(2 * 640 + 1.0))[0] == 1
 
 
 def test_a_short_common_prefix_draws_nobody_to_a_replica_that_has_done_more():
@@ -157,6 +158,27 @@ def test_no_replica_gets_more_than_its_part_for_its_prefixes():
         hits, total = hits + cached, total + length
     assert max(done) < 0.6 * sum(done)
     assert hits > 0.7 * total
+
+
+def test_a_client_s_hint_keeps_requests_together_where_no_prefix_is_known():
+    routers = [router(4), router(4)]  # of API processes that know nothing of each other
+    places = {}
+    for name in range(64):
+        hint = hint_of(b"", str(name))
+        chosen = {made.choose([], 50, idle(4), hint)[0] for made in routers}
+        assert len(chosen) == 1
+        places[name] = chosen.pop()
+    assert len(set(places.values())) == 4
+    assert hint_of(b"", None) == b"" and hint_of(b"a", "x") != hint_of(b"b", "x")
+    # It gives way to load, to balance, and to a prefix that is known.
+    hint, place = hint_of(b"", "0"), places[0]
+    busy = {i: Load(600.0 if i == place else 0.0, 0.0) for i in range(4)}
+    assert routers[0].choose([], 400, busy, hint)[0] != place
+    spent = {i: Load(0.0, 9000.0 if i == place else 0.0) for i in range(4)}
+    assert routers[0].choose([], 400, spent, hint)[0] != place
+    keys = chain_keys(b"", prompt(0, 640))
+    routers[0].use((place + 1) % 4, keys)
+    assert routers[0].choose(keys, 640, idle(4), hint)[0] == (place + 1) % 4
 
 
 def test_recent_work_fades_and_a_newcomer_begins_where_the_others_are():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
@@ -158,10 +159,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 TestScheduler = SchedulerMachine.TestCase
 
 
-def simulate(seed: int, num_requests: int) -> ToyEngine:
+def simulate(seed: int, num_requests: int, stages: int = 1) -> ToyEngine:
     """A longer life than the state machine's, without its power to shrink."""
     rng = random.Random(seed)
-    engine = ToyEngine(settings_from(rng.randint))
+    engine = ToyEngine(replace(settings_from(rng.randint), stages=stages))
     for _ in range(num_requests):
         ended = [choice for choice in engine.choices.values() if choice.finished]
         with contextlib.suppress(InvalidRequest):

@@ -27,6 +27,7 @@ class Settings:
     max_num_batched_tokens: int = 16
     max_model_len: int = 48
     max_in_flight: int = 2
+    stages: int = 1
     caching: bool = True
     chunked_prefill: bool = True
     long_prefill_threshold: int = 0
@@ -79,6 +80,7 @@ class ToyEngine:
                 chunked_prefill=settings.chunked_prefill,
                 long_prefill_threshold=settings.long_prefill_threshold,
                 max_in_flight=settings.max_in_flight,
+                stages=settings.stages,
             ),
             self.pool,
             eos_ids=[toy.EOS],
@@ -186,11 +188,29 @@ class ToyEngine:
         assert 0 < plan.total_tokens <= self.settings.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.settings.max_num_seqs
         self.in_flight.append(_InFlight(plan, wire.encode(plan)))
-        assert len(self.in_flight) <= self.settings.max_in_flight
+        if self.settings.stages > 1:
+            self._check_stages(plan)
+        else:
+            assert len(self.in_flight) <= self.settings.max_in_flight
         if execute_now:
             for item in self.in_flight:
                 self._execute(item)
         return True
+
+    def _check_stages(self, plan: StepPlan) -> None:
+        """The first stage can compute the plan: it knows all ids, since none of them is still to be
+        drawn by a plan in flight."""
+        assert len(self.in_flight) <= self.settings.stages
+        drawing = [
+            (int(slot), int(epoch))
+            for item in self.scheduler._in_flight
+            for slot, epoch, flag in zip(item.slots, item.epochs, item.plan.flags)
+            if flag & wire.SAMPLE
+        ]
+        assert len(set(drawing)) == len(drawing), "a row draws in two plans in flight"
+        running = self.scheduler.running
+        ends = plan.starts + plan.num_tokens
+        assert (ends <= running.known[plan.slots]).all(), "ids that the host does not know"
 
     def _execute(self, item: _InFlight) -> None:
         if item.result is not None:

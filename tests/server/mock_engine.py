@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, cluster_secret
 from octavo.engine import messages as m
 from octavo.engine.seats import Seats
 from octavo.types import FinishReason, RequestTimings
@@ -48,7 +48,7 @@ class Options:
     hang_after: int = -1  # after so many steps, stay in the step (heartbeats go on)
     step_error: bool = False  # end every request with FinishReason.ERROR after two tokens
     graphs: int = 0  # to be captured, one in each idle moment
-    gate: str = ""  # a file: answers that were told do not end before it exists
+    gate: str = ""  # a file: answers that begin with "held" do not end before it exists
     default_sampling: dict[str, float] = field(default_factory=dict)
     hold: bool = False  # start requests, and never draw a token
     fail_again: str = ""  # a file: loading fails once it is there
@@ -70,7 +70,7 @@ class MockEngine:
         self.options = options
         context = zmq.Context()
         self.context = context
-        self.seats = Seats(context, inbox, outbox)
+        self.seats = Seats(context, inbox, outbox, cluster_secret(None))
         self.inbox = self.seats.inbox
         self.waiting: list[m.AddRequest] = []
         self.running: dict[int, Row] = {}
@@ -104,7 +104,7 @@ class MockEngine:
             startup_seconds={"weights": o.load_seconds}, reasons={"dtype": "mock"},
             default_sampling=o.default_sampling, hidden_size=4,
         )  # fmt: skip
-        self.send(m.Ready(self.info))
+        self.send(m.Ready(self.info, os.getpid()))
         self.send(m.Outputs(stats=self.stats))
         threading.Thread(target=self.beat, daemon=True).start()
 
@@ -134,7 +134,7 @@ class MockEngine:
                 self.seats.send_to(message.call >> m.CLIENT_SHIFT, reset)
             elif isinstance(message, m.Hello):
                 self.seats.take(message.client)
-                self.seats.send_to(message.client, m.Ready(self.info))
+                self.seats.send_to(message.client, m.Ready(self.info, os.getpid()))
             elif isinstance(message, m.Bye):
                 self.seats.leave(message.client)
                 gone = [h for h in self.running if h >> m.CLIENT_SHIFT == message.client]
@@ -203,7 +203,8 @@ class MockEngine:
         outputs.finished.append(m.Finished(request.handle, reason, None, timings, 0, message))
 
     def held(self, row: Row) -> bool:
-        at_end = not row.endless and row.drawn == len(row.script) - 1
+        told = bytes(i for i in row.script if i < 256).startswith(b"held")
+        at_end = told and row.drawn == len(row.script) - 1
         shut = bool(self.options.gate) and not os.path.exists(self.options.gate)
         return self.options.hold or (at_end and shut)
 

@@ -95,10 +95,7 @@ def wait_for_counts(client, counts):
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory):
-    """Answers that were told, from a server that knows of it, end only while this file exists."""
-    path = tmp_path_factory.mktemp("group") / "gate"
-    path.touch()
-    return path
+    return tmp_path_factory.mktemp("group") / "gate"
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +147,8 @@ def test_each_process_gets_its_own_tokens_and_a_scrape_of_any_shows_the_sum(pair
 def test_load_and_conservation_hold_while_both_are_busy(pair, gate):
     clients = one_of_each(pair)
     before = total(samples(clients[0]), "octavo_requests_admitted_total")
-    gate.unlink()
-    streams = [Stream(client, prompt="say:abc") for client in clients]
+    gate.unlink(missing_ok=True)
+    streams = [Stream(client, prompt="say:held") for client in clients]
     for watcher in one_of_each(pair):
         until(lambda watcher=watcher: watcher.http.get("/load").json()["num_running"] == 2)
         found = samples(watcher)
@@ -168,10 +165,10 @@ def test_load_and_conservation_hold_while_both_are_busy(pair, gate):
 
 
 def test_a_process_that_dies_costs_only_its_own_requests_and_is_started_again(engine, gate):
-    gate.unlink()
+    gate.unlink(missing_ok=True)
     with mock_server.start(engine=engine, server=TWO) as server:
         first, second = one_of_each(server)
-        staying, dying = Stream(first, prompt="say:abc"), Stream(second)
+        staying, dying = Stream(first, prompt="say:held"), Stream(second)
         wait_for_counts(first, {"vllm:num_requests_running": 2})
         os.kill(second.process["pid"], signal.SIGKILL)
         dying.join(PATIENCE)
@@ -194,9 +191,9 @@ def test_a_process_that_dies_costs_only_its_own_requests_and_is_started_again(en
 
 
 def test_sigterm_drains_both_and_leaves_no_process(engine, gate):
-    gate.unlink()
+    gate.unlink(missing_ok=True)
     with mock_server.start(engine=engine, server=TWO) as server:
-        streams = [Stream(client, prompt="say:abc") for client in one_of_each(server)]
+        streams = [Stream(client, prompt="say:held") for client in one_of_each(server)]
         pids = [*server.api_pids(), server.engine_pid]
         assert len(pids) == 3
         server.process.send_signal(signal.SIGTERM)

@@ -287,7 +287,7 @@ def test_stopped_engine_is_unhealthy_and_recovers():
 def test_sigterm_drains(tmp_path):
     gate = tmp_path / "gate"
     with mock_server.start(engine={**SLOW, "gate": str(gate)}) as server:
-        stream = Stream(server, prompt="say:abc")
+        stream = Stream(server, prompt="say:held")
         server.process.send_signal(signal.SIGTERM)
         wait_for(503, server, "/health/ready")
         assert health(server, "/health/live") == 200

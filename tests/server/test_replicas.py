@@ -12,6 +12,8 @@ import pytest
 
 from tests.fixtures.waiting import PATIENCE, until
 from tests.server import mock_server
+from tests.server.test_group import Stream as GroupStream
+from tests.server.test_group import one_of_each
 from tests.server.test_lifecycle import ENDLESS, SLOW, TOLD, Stream, health, wait_for
 
 TWO = {"data_parallel_size": 2}
@@ -32,12 +34,25 @@ def start(scheduler=None, server=None, ready=True, parallel=TWO, **engine):
     )
 
 
+def facts(client):
+    """What /server_info says of each replica, by the API process of that client."""
+    return client.http.get("/server_info").json()["replicas"]
+
+
 def pids(server):
-    return [replica["pid"] for replica in server.replicas()]
+    replicas = server.replicas() if isinstance(server, mock_server.MockServer) else facts(server)
+    return [replica["pid"] for replica in replicas]
+
+
+def streams_of_both(server):
+    """Two streams of each API process, on connections of their own."""
+    clients = [client for _ in range(2) for client in one_of_each(server)]
+    return [GroupStream(client, prompt="say:held") for client in clients]
 
 
 def samples(server):
-    page = server.client.get("/metrics").text
+    http = server.client if isinstance(server, mock_server.MockServer) else server.http
+    page = http.get("/metrics").text
     pairs = [line.rpartition(" ") for line in page.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in pairs}
 
@@ -176,7 +191,7 @@ def test_sigterm_drains_both_and_leaves_no_process(tmp_path):
     gate = tmp_path / "gate"
     with start(gate=str(gate)) as server:
         children = pids(server)
-        streams = [Stream(server, prompt="say:abc") for _ in range(4)]
+        streams = [Stream(server, prompt="say:held") for _ in range(4)]
         server.process.send_signal(signal.SIGTERM)
         wait_for(503, server, "/health/ready")
         gate.touch()
@@ -209,10 +224,37 @@ def test_too_few_gpus_are_told_before_anything_starts(monkeypatch):
         assert "2 replicas need 2 GPUs, 1 can be seen here (3)" in server.log
 
 
-def test_several_api_processes_are_refused():
-    with start(server={"api_server_count": 2}, ready=False) as server:
-        assert server.process.wait(PATIENCE) == 2
-        assert "--api-server-count 2 with --data-parallel-size 2" in server.log
+def test_several_api_processes_share_the_replicas_and_see_them_come_and_go(tmp_path):
+    gate = tmp_path / "gate"
+    with start(server={"api_server_count": 2}, max_num_seqs=16, gate=str(gate)) as server:
+        clients = one_of_each(server)
+        assert [len(c.http.get("/server_info").json()["replicas"]) for c in clients] == [2, 2]
+        staying = streams_of_both(server)
+        killed = pids(clients[0])[0]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: sum(not stream.is_alive() for stream in staying) == 2)
+        ended = [stream.end() for stream in staying if not stream.is_alive()]
+        assert all("engine_unavailable" in line for line in ended), "one of each process"
+        for client in clients:
+            body = {"prompt": "say:on", "max_tokens": 9}
+            assert client.http.post("/v1/completions", json=body).status_code == 200
+            assert client.http.get("/health").status_code == 200
+        for client in clients:
+            until(lambda c=client: [r["problem"] for r in facts(c)] == [None, None])
+        assert pids(clients[0])[0] != killed
+        gate.touch()
+        assert [stream.end() for stream in staying].count("data: [DONE]") == 2
+        gate.unlink()
+        running = streams_of_both(server)  # both replicas serve both processes again
+        for client in clients:
+            assert [replica["num_running"] for replica in facts(client)] == [1, 1]
+        gate.touch()
+        assert [stream.end() for stream in running] == ["data: [DONE]"] * 4
+        time.sleep(0.6)  # what the other process wrote last may be a quarter of a second old
+        check_conservation(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0
+        assert "Traceback" not in server.log
 
 
 def test_a_cancelled_stream_is_aborted_on_its_replica(pair):

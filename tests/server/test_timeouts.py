@@ -21,10 +21,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory):
-    """Answers that were told end only while this file exists."""
-    path = tmp_path_factory.mktemp("timeouts") / "gate"
-    path.touch()
-    return path
+    return tmp_path_factory.mktemp("timeouts") / "gate"
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +61,8 @@ def test_a_stream_that_has_begun_ends_with_an_error_event(slow):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_that_waits_in_the_queue_is_refused_in_time(slow, gate, stream):
-    gate.unlink()
-    running = Stream(slow, prompt="say:abc")
+    gate.unlink(missing_ok=True)
+    running = Stream(slow, prompt="say:held")
     answer, _ = timed(slow, **ENDLESS, timeout=0.3, stream=stream)
     assert answer.status_code == 408
     assert "in the queue" in answer.json()["error"]["message"]

@@ -107,7 +107,7 @@ class SumModel:
     def copy_blocks(self, cache: list[Tensor], pairs: Tensor) -> None:
         cache[0][0, pairs[:, 1]] = cache[0][0, pairs[:, 0]]
 
-    def forward(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: list[Tensor], hidden: None = None) -> Tensor:
         if self.fail:
             raise RuntimeError("no such kernel")
         flat = cache[0].view(-1, self.width)
@@ -125,7 +125,7 @@ class SumModel:
             hidden[begin:end] = context[length - (end - begin) :]
         return hidden
 
-    def forward_last(self, batch: ForwardBatch, cache: list[Tensor]) -> Tensor:
+    def forward_last(self, batch: ForwardBatch, cache: list[Tensor], hidden: None = None) -> Tensor:
         return self.forward(batch, cache)[batch.logit_rows]
 
     def logits(self, hidden: Tensor) -> Tensor:

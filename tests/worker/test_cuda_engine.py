@@ -49,6 +49,8 @@ class AtOnce:
     """An executor for a runner that waits for its steps."""
 
     num_pending = 0
+    num_stages = 1
+    problem = ""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

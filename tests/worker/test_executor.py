@@ -31,7 +31,7 @@ class Gated(SumModel):
         self.gate = threading.Semaphore(2)  # the two steps of the warm-up
         self.threads: set[int] = set()
 
-    def forward(self, batch, cache):  # type: ignore[no-untyped-def]
+    def forward(self, batch, cache, hidden=None):  # type: ignore[no-untyped-def]
         assert self.gate.acquire(timeout=PATIENCE)
         self.threads.add(torch.get_num_threads())
         return super().forward(batch, cache)
