@@ -50,7 +50,7 @@ $(BIN)/.octavo-test: $(BIN)/.octavo
 
 test: install-test  ## run the tests (all but those that need a GPU, or several hosts)
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -m "not gpu and not conformance and not net" $(PYTEST_FLAGS)
+	@$(BIN)/python scripts/run_tests.py $(PYTEST_FLAGS)
 
 test-net: install-test  ## several hosts: network namespaces (needs root) and a local Ray cluster
 	@echo "==> Ray"

@@ -174,7 +174,7 @@ def fuzz(
 
 def idle(server: Server) -> dict[str, bool]:
     """What must be so when all is over."""
-    metrics = server.wait_idle(timeout=20)
+    metrics = server.wait_idle()
     return {
         "nothing runs or waits": metrics["vllm:num_requests_running"] == 0,
         "no block is held": metrics["vllm:kv_cache_usage_perc"] == 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +10,17 @@ import pytest
 import torch
 from hypothesis import settings
 
+from octavo import machine
 from octavo.config import prepare_torch
 from tests.fixtures import models, server, triton_interpreter
 from tests.fixtures.scripted import ScriptedModel, scripted_model
 
 prepare_torch()  # tests import torch before an engine could
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    # Several workers share the cores: each computes in one thread, and so does what it starts.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    machine.available_cores = lambda: 1
 if not torch.cuda.is_available():
     triton_interpreter.enable()
 

@@ -9,8 +9,7 @@ import asyncio
 import os
 import signal
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 from octavo import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from octavo.outputs import RequestOutput
 from octavo.types import ConfigError, EngineDead, InvalidRequest
+from tests.fixtures.waiting import until
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "cpu_threads": 1}
 PROMPT = [5, 6, 7]
@@ -48,13 +48,6 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> list[int]:
     async for output in outputs:
         found = output.outputs[0].token_ids
     return found
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_replicas_are_for_the_server(model_r):
@@ -145,7 +138,8 @@ def test_a_cancelled_consumer_frees_its_request(async_llm: AsyncLLM) -> None:
             await task
 
     asyncio.run(main())
-    assert until(lambda: not async_llm.engine.has_work) and async_llm.stats.blocks_used == 0
+    until(lambda: not async_llm.engine.has_work)
+    assert async_llm.stats.blocks_used == 0
 
 
 def test_a_consumer_whose_event_loop_was_closed_costs_nobody_else_anything(
@@ -155,7 +149,7 @@ def test_a_consumer_whose_event_loop_was_closed_costs_nobody_else_anything(
     loop = asyncio.new_event_loop()
     loop.run_until_complete(anext(abandoned))
     loop.close()
-    assert until(lambda: not async_llm.engine.has_work)
+    until(lambda: not async_llm.engine.has_work)
     assert len(asyncio.run(last(async_llm.generate(PROMPT, SHORT)))) == 8
 
 

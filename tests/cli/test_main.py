@@ -11,11 +11,12 @@ import pytest
 
 from octavo import __version__
 from octavo.cli.main import COMMANDS, COMMANDS_OF_LATER_VERSIONS, main
+from tests.fixtures.waiting import PATIENCE
 
 
 def octavo(*tokens: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "octavo", *tokens], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "octavo", *tokens], capture_output=True, text=True, timeout=PATIENCE
     )
 
 
@@ -90,6 +91,6 @@ def test_a_closed_pipe_is_no_traceback() -> None:
         shell=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.stderr == ""

@@ -23,6 +23,7 @@ from octavo.cli.connection import Connection
 from octavo.cli.main import main
 from octavo.cli.run_batch import Batch
 from octavo.types import ConfigError
+from tests.fixtures.waiting import PATIENCE
 from tests.server import mock_server
 
 ENGINE = ["--dtype", "float32", "--kv-cache-memory-bytes", "16MiB"]
@@ -209,7 +210,7 @@ def test_an_interrupt_leaves_no_process_and_says_how_to_go_on(
         time.sleep(0.05)
     server = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in error
     assert "the same command goes on from there" in error
     for pid in server:

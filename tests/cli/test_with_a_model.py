@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import main
+from tests.fixtures.waiting import PATIENCE
 
 ENGINE = ["--dtype", "float32", "--kv-cache-memory-bytes", "16MiB"]
 
@@ -58,7 +59,7 @@ def test_interrupting_a_start_ends_the_server_too(model_r: Path) -> None:
         server = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().strip()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in error
     with pytest.raises(ProcessLookupError):
         os.kill(int(server), 0)

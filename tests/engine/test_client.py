@@ -15,6 +15,7 @@ from octavo.engine.admission import prepare
 from octavo.engine.client import ProcessClient
 from octavo.engine.launch import LocalLauncher
 from octavo.types import ConfigError, EngineDead, FinishReason, QueueFull, SamplingParams
+from tests.fixtures.waiting import PATIENCE, come
 
 MOCK = Path(__file__).parents[1] / "server" / "mock_engine.py"
 
@@ -23,13 +24,19 @@ def mock_command(**options):
     return (sys.executable, str(MOCK), json.dumps(options))
 
 
+# Seconds in which an engine's death or standstill is told; alone it takes two at most. Without a
+# watch only a step's deadline, 30 s, would tell.
+TOLD = 15
+ROOMY = {"max_model_len": 32_768, "num_blocks": 4096}  # what is endless ends only by an abort
+
+
 def mock(**options):
     return LocalLauncher(mock_command(**options))
 
 
 @asynccontextmanager
 async def engine(config=None, **options):
-    client = ProcessClient(config or EngineConfig(), launcher=mock(**options))
+    client = ProcessClient(config or EngineConfig(), launcher=mock(**ROOMY, **options))
     await client.start()
     try:
         yield client
@@ -144,17 +151,20 @@ def test_aborted_handles_end_at_once_and_are_gone_from_the_engine():
     async def main():
         async with engine() as client:
             await client.ready()
-            added = request(client, "endless", n=2, max_tokens=400)
+            added = request(client, "endless", n=2, max_tokens=20_000)
             stream = client.submit([added])
             await first(stream)
             client.abort([added.handle, added.handle + 1])
-            await asyncio.wait_for(collect(stream), 1)
+            await asyncio.wait_for(collect(stream), PATIENCE)
             assert client.num_running == 0
             assert client.ended["abort"] == client.num_admitted == 2
-            await asyncio.sleep(0.1)
-            steps = client.stats.num_steps
-            await asyncio.sleep(0.1)
-            assert client.stats.num_steps == steps
+            steps = [-1]
+
+            def stands_still():
+                steps.append(client.stats.num_steps)
+                return steps[-1] == steps[-2]
+
+            await come(stands_still, every=0.1)
 
     asyncio.run(main())
 
@@ -164,7 +174,7 @@ def test_queue_bound():
         config = EngineConfig(scheduler=SchedulerConfig(max_num_queued_reqs=1))
         async with engine(config, max_num_seqs=1, step_seconds=0.02) as client:
             await client.ready()
-            running = client.submit([request(client, "endless", max_tokens=400)])
+            running = client.submit([request(client, "endless", max_tokens=20_000)])
             await first(running)
             client.submit([request(client, "say:waits")])
             with pytest.raises(QueueFull):
@@ -177,13 +187,13 @@ def test_killed_engine_ends_streams_and_refuses():
     async def main():
         async with engine() as client:
             await client.ready()
-            stream = client.submit([request(client, "endless", max_tokens=400)])
+            stream = client.submit([request(client, "endless", max_tokens=20_000)])
             await first(stream)
             begin = time.monotonic()
             os.kill(client.pid, signal.SIGKILL)
             with pytest.raises(EngineDead, match="signal 9"):
                 await collect(stream)
-            assert time.monotonic() - begin < 2
+            assert time.monotonic() - begin < TOLD
             await client.dead.wait()
             with pytest.raises(EngineDead):
                 client.submit([request(client, "say:x")])
@@ -196,18 +206,17 @@ def test_stopped_engine_is_unhealthy_and_recovers():
     async def main():
         async with engine() as client:
             await client.ready()
-            stream = client.submit([request(client, "endless", max_tokens=400)])
+            stream = client.submit([request(client, "endless", max_tokens=20_000)])
             await first(stream)
             begin = time.monotonic()
             os.kill(client.pid, signal.SIGSTOP)
             with pytest.raises(EngineDead, match="not answered"):
                 await collect(stream)
-            assert time.monotonic() - begin < 2.5
+            assert time.monotonic() - begin < TOLD
             with pytest.raises(EngineDead):
                 client.submit([request(client, "say:x")])
             os.kill(client.pid, signal.SIGCONT)
-            await asyncio.sleep(1.0)
-            assert client.problem() is None
+            await come(lambda: client.problem() is None)
             tokens, _ = await collect(client.submit([request(client, "say:back")]))
             assert len(tokens) == 5
 
@@ -219,9 +228,9 @@ def test_step_beyond_its_deadline_ends_the_engine():
         config = EngineConfig(scheduler=SchedulerConfig(step_deadline=1.0))
         async with engine(config, hang_after=3) as client:
             await client.ready()
-            stream = client.submit([request(client, "endless", max_tokens=400)])
+            stream = client.submit([request(client, "endless", max_tokens=20_000)])
             with pytest.raises(EngineDead, match="--step-deadline 1 s"):
-                await asyncio.wait_for(collect(stream), 4)
+                await asyncio.wait_for(collect(stream), PATIENCE)
             assert not client.alive
 
     asyncio.run(main())
@@ -237,7 +246,7 @@ def test_drain_finishes_what_runs_then_the_process_ends_without_alarm():
                 client.submit([request(client, "say:late")])
             tokens, _ = await collect(stream)
             assert len(tokens) == 10
-            assert await asyncio.wait_for(client._child.wait(), 2) == ""
+            assert await asyncio.wait_for(client._child.wait(), PATIENCE) == ""
             await asyncio.sleep(0.05)
             assert client.alive
 

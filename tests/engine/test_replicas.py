@@ -20,10 +20,11 @@ from octavo.engine.placement import local_replicas
 from octavo.engine.replica import LONGEST_PAUSE, MOST_RESTARTS, RESTART_WINDOW, Restarts
 from octavo.engine.replicas import Replicas
 from octavo.types import ConfigError, EngineDead, InvalidRequest, QueueFull, SamplingParams
-from tests.engine.test_client import collect, first, mock_command
+from tests.engine.test_client import ROOMY, collect, first, mock_command
+from tests.fixtures.waiting import PATIENCE, come
 
 SLOW = {"step_seconds": 0.02}
-LONG = {"max_tokens": 400}
+LONG = {"max_tokens": 20_000}  # minutes: what is over sooner was ended
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ async def replicas(num=2, scheduler=None, ready=True, **options):
     config = EngineConfig(
         parallel=ParallelConfig(data_parallel_size=num), scheduler=scheduler or SchedulerConfig()
     )
-    client = Replicas(local_replicas(config, mock_command(**options)))
+    client = Replicas(local_replicas(config, mock_command(**ROOMY, **options)))
     await client.start()
     try:
         if ready:
@@ -73,13 +74,6 @@ def check_counts(client):
         assert replica.num_admitted == (
             sum(replica.ended.values()) + engine.num_running + engine.num_waiting
         )
-
-
-async def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 def run(coroutine):
@@ -193,7 +187,7 @@ def test_what_a_killed_replica_has_given_nothing_for_goes_on_elsewhere():
             assert client.replicas[0].ended[RETRIED] == 2
             assert client.replicas[0].ended["error"] == 2
             check_counts(client)
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 2)
             assert client.replicas[0].client is not lost
             assert client.replicas[0].restarts.count == 1
             check_counts(client)
@@ -214,14 +208,14 @@ def test_a_started_request_begins_again_once_and_is_told_to_have_started_once():
             assert [s.handle for s in events.more.started] == list(stream.open)
             first_place = running(client).index(1)
             os.kill(client.replicas[first_place].client.pid, signal.SIGKILL)
-            await until(lambda: running(client)[first_place] == 0)
+            await come(lambda: running(client)[first_place] == 0)
             assert sum(running(client)) == 1
             second_place = running(client).index(1)
-            await until(lambda: client.replicas[second_place].client.num_running == 1)
+            await come(lambda: client.replicas[second_place].client.num_running == 1)
             assert stream._pending is None, "no event a second time"
             os.kill(client.replicas[second_place].client.pid, signal.SIGKILL)
             with pytest.raises(EngineDead):
-                await asyncio.wait_for(collect(stream), 10)
+                await asyncio.wait_for(collect(stream), PATIENCE)
             assert running(client) == [0, 0, 0]
             check_counts(client)
 
@@ -246,7 +240,7 @@ def test_a_stopped_replica_is_left_out_and_comes_back():
             await collect(submit(client, "say:only the other"))
             assert stopped.num_admitted == 2
             os.kill(stopped.pid, signal.SIGCONT)
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 2)
             assert client.replicas[0].client is stopped, "it was not started again"
             await asyncio.gather(*(collect(submit(client, f"say:{i}")) for i in range(4)))
             assert stopped.num_admitted > 2
@@ -261,8 +255,8 @@ def test_a_replica_that_stays_stopped_is_started_again():
         async with replicas(scheduler=SchedulerConfig(step_deadline=2.0)) as client:
             stopped = client.replicas[1].client
             os.kill(stopped.pid, signal.SIGSTOP)
-            await until(lambda: client.replicas[1].client is not stopped)
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.replicas[1].client is not stopped)
+            await come(lambda: client.num_serving == 2)
             assert not os.path.exists(f"/proc/{stopped.pid}")
 
     run(main())
@@ -276,7 +270,7 @@ def test_when_the_last_is_gone_the_server_is():
                 await first(stream)
             for replica in client.replicas:
                 os.kill(replica.client.pid, signal.SIGKILL)
-            await asyncio.wait_for(client.dead.wait(), 5)
+            await asyncio.wait_for(client.dead.wait(), PATIENCE)
             for stream in streams:
                 with pytest.raises(EngineDead):
                     await collect(stream)
@@ -298,7 +292,7 @@ def test_a_replica_that_cannot_load_any_more_is_given_up(tmp_path, monkeypatch):
         async with replicas(fail_again=str(broken)) as client:
             broken.touch()
             os.kill(client.replicas[1].client.pid, signal.SIGKILL)
-            await until(lambda: "was started" in (client.replicas[1].problem() or ""))
+            await come(lambda: "was started" in (client.replicas[1].problem() or ""))
             assert client.replicas[1].restarts.count == MOST_RESTARTS
             assert client.problem() is None
             await collect(submit(client, "say:one is enough"))
@@ -322,7 +316,7 @@ def test_a_replica_that_fails_to_load_ends_the_start_with_its_error():
         broken = {"1": {"fail": "weights are missing"}}
         async with replicas(ready=False, replicas=broken) as client:
             with pytest.raises(ConfigError, match="replica 1: weights are missing"):
-                await asyncio.wait_for(client.ready(), 10)
+                await asyncio.wait_for(client.ready(), PATIENCE)
 
     run(main())
 
@@ -366,8 +360,8 @@ def test_a_replica_may_join_later():
                 await client.add(broken)
             assert "no such model" in client.replicas[2].problem()
             os.kill(replica.client.pid, signal.SIGKILL)
-            await until(lambda: client.num_serving == 1)
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 1)
+            await come(lambda: client.num_serving == 2)
             for stream in streams:
                 client.abort(list(stream.open))
 
@@ -384,7 +378,7 @@ def test_drain_lets_both_finish():
             for i, stream in enumerate(streams):
                 assert text_of((await collect(stream))[0]) == f"finish {i}"
             ends = [replica.client._child.wait() for replica in client.replicas]
-            assert await asyncio.wait_for(asyncio.gather(*ends), 5) == ["", ""]
+            assert await asyncio.wait_for(asyncio.gather(*ends), PATIENCE) == ["", ""]
             assert client.alive
 
     run(main())

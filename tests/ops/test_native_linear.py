@@ -76,9 +76,9 @@ def test_any_number_of_rows(dtype, rows, outputs, epilogue):
         assert_close(found, expected, VERSION, found.dtype)
 
 
-@pytest.mark.parametrize("threads", (1, 2, 3))
+@pytest.mark.parametrize("threads", (2, 3))
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize(("outputs", "inputs"), ((146, 577), (576, 1536)))
+@pytest.mark.parametrize(("outputs", "inputs"), ((146, 577), (320, 768)))
 def test_a_rows_bits_depend_neither_on_the_batch_nor_on_the_threads(
     dtype, outputs, inputs, epilogue, threads
 ):

@@ -17,11 +17,13 @@ from typing import Any
 
 import aiohttp
 
+from tests.fixtures.waiting import PATIENCE
+
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     None,
 )
-WAIT = 15.0  # seconds
+WAIT = PATIENCE
 
 
 class Page:
@@ -162,7 +164,7 @@ async def browser() -> AsyncIterator[Page]:
 
 
 async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT
     while not (file.exists() and file.read_text().strip()):
         assert process.poll() is None, f"{CHROMIUM} ended with {process.returncode}"
         assert time.monotonic() < deadline, f"{CHROMIUM} opened no port"

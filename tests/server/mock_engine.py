@@ -49,6 +49,7 @@ class Options:
     hang_after: int = -1  # after so many steps, stay in the step (heartbeats go on)
     step_error: bool = False  # end every request with FinishReason.ERROR after two tokens
     graphs: int = 0  # to be captured, one in each idle moment
+    gate: str = ""  # a file: answers that begin with "held" do not end before it exists
     default_sampling: dict[str, float] = field(default_factory=dict)
     hold: bool = False  # start requests, and never draw a token
     fail_again: str = ""  # a file: loading fails once it is there
@@ -202,6 +203,12 @@ class MockEngine:
             reason, message = FinishReason.ERROR, "the step failed"
         outputs.finished.append(m.Finished(request.handle, reason, None, timings, 0, message))
 
+    def held(self, row: Row) -> bool:
+        told = bytes(i for i in row.script if i < 256).startswith(b"held")
+        at_end = told and row.drawn == len(row.script) - 1
+        shut = bool(self.options.gate) and not os.path.exists(self.options.gate)
+        return self.options.hold or (at_end and shut)
+
     def draw(self, handle: int, row: Row, outputs: m.Outputs) -> int:
         now = time.monotonic()
         token = 97 + row.drawn % 26 if row.endless else row.script[row.drawn]
@@ -238,7 +245,7 @@ class MockEngine:
         time.sleep(self.options.step_seconds)
         outputs = m.Outputs(stats=self.stats)
         self.admit(outputs)
-        rows = [] if self.options.hold else list(self.running.items())
+        rows = [(h, row) for h, row in self.running.items() if not self.held(row)]
         drawn = [(h, self.draw(h, row, outputs)) for h, row in rows]
         self.stats.generation_tokens += len(drawn)
         outputs.handles = b"".join(h.to_bytes(8, "little") for h, _ in drawn)

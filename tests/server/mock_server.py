@@ -13,12 +13,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.fixtures.waiting import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
 MOCK_ENGINE = Path(__file__).with_name("mock_engine.py")
@@ -53,7 +54,7 @@ class MockServer:
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=20)
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
         self.log_path = log
 
     @property
@@ -104,21 +105,21 @@ class MockServer:
         return sum(float(v) for n, _, v in found if all(w in n for w in wanted))
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
+        def ready() -> bool:
             assert self.process.poll() is None, self.log
-            with contextlib.suppress(httpx.HTTPError):
-                if self.client.get("/health").status_code == 200:
-                    return
-            time.sleep(0.02)
-        raise AssertionError(f"not ready: {self.log}")
+            try:
+                return self.client.get("/health").status_code == 200
+            except httpx.HTTPError:
+                return False
 
-    def wait_idle(self, seconds: float = 2.0) -> None:
-        deadline = time.monotonic() + seconds
-        names = ("server_load", "num_running", "num_waiting")
-        while any(self.client.get("/load").json()[name] for name in names):
-            assert time.monotonic() < deadline, self.client.get("/load").text
-            time.sleep(0.01)
+        until(ready, lambda: f"ready: {self.log}")
+
+    def load(self) -> dict[str, Any]:
+        return self.client.get("/load").json()
+
+    def wait_idle(self) -> None:
+        counts = ("server_load", "num_running", "num_waiting")
+        until(lambda: not any(self.load()[name] for name in counts), self.load)
 
 
 def _command_line(pid: int) -> bytes:

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from octavo.server.keys import Keys
+from tests.fixtures.waiting import PATIENCE
 from tests.server import mock_server
 
 PUBLIC = {"/health", "/health/live", "/health/ready", "/ping"}
@@ -66,7 +67,7 @@ def test_right_keys_open(guarded):
 
 def test_refused_before_the_body_is_read(guarded):
     host, port = guarded.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: 1000000\r\n\r\n{"

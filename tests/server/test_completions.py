@@ -232,7 +232,7 @@ def test_timings_cached_tokens_and_fingerprint(server):
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     timings = answer["timings"]
     assert 0 < timings["queue_seconds"] <= timings["first_token_seconds"]
-    assert timings["first_token_seconds"] < timings["total_seconds"] < 5
+    assert timings["first_token_seconds"] < timings["total_seconds"]
     assert timings["tokens_per_second"] > 0
     assert answer["system_fingerprint"].startswith("fp_octavo")
     events = server.events("/v1/completions", prompt="say:hello", n=2)

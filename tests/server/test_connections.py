@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import select
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from octavo.server import bodies, connections
 from octavo.server.errors import TimedOut
 from octavo.server.protocol import NoFields
 from octavo.server.workers import MOST_ARRIVING, Workers
+from tests.fixtures.waiting import PATIENCE, come, until
 from tests.server import mock_server
 
 BODY = json.dumps({"prompt": "say:hello", "max_tokens": 5}).encode()
@@ -32,7 +34,7 @@ def server():
 
 def connected(server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
 
 def sent(server, begin: bytes, part: bytes, most: int) -> tuple[int, bytes]:
@@ -49,7 +51,7 @@ def sent(server, begin: bytes, part: bytes, most: int) -> tuple[int, bytes]:
                 num_sent += len(part)
         except OSError:
             pass
-        reader.join(10)
+        reader.join(PATIENCE)
         return num_sent, b"".join(answer)
 
 
@@ -124,22 +126,32 @@ def test_an_offer_of_http_2_is_passed_over_and_the_body_read(server):
             assert b" 200 " in answer.split(b"\r\n")[0] and b"hello" in answer
 
 
+def offered(client: socket.socket, data: bytes) -> None:
+    """Sends it to the end, or until there is an answer."""
+    client.setblocking(False)
+    rest = memoryview(data)
+    while rest:
+        answers, ready, _ = select.select([client], [client], [], PATIENCE)
+        assert answers or ready, "neither read nor answered"
+        if answers:
+            return
+        with contextlib.suppress(BlockingIOError):
+            rest = rest[client.send(rest[: 1 << 20]) :]
+
+
 def test_bodies_that_never_end_take_bounded_memory_and_leave_room_again(server):
     before = _resident(server.process.pid)
     head = HEAD + b"Content-Length: %d\r\n\r\n" % (32 << 20)
     clients = [connected(server) for _ in range(16)]
     for client in clients:
-        client.settimeout(0.5)
-        with contextlib.suppress(OSError):  # refused, or no longer read
-            client.sendall(head + b" " * (31 << 20))
-    refused = sum(b" 429 " in _read(client).split(b"\r\n")[0] for client in clients)
+        offered(client, head + b" " * (31 << 20))
+    answered, _, _ = select.select(clients, [], [], 0)
+    refused = sum(b" 429 " in _read(client).split(b"\r\n")[0] for client in answered)
     assert 4 <= refused <= 9
     assert _resident(server.process.pid) - before < 400 << 20
     for client in clients:
         client.close()
-    deadline = time.monotonic() + 5
-    while server.post("/tokenize", prompt="a" * (8 << 20)).status_code == 429:
-        assert time.monotonic() < deadline
+    until(lambda: server.post("/tokenize", prompt="a" * (8 << 20)).status_code != 429)
     assert server.complete("say:hello")["choices"][0]["text"] == "hello"
 
 
@@ -183,8 +195,10 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch):
     async def run() -> list[_Transport]:
         import uvicorn
 
+        release = asyncio.Event()
+
         async def app(scope, receive, send) -> None:
-            await asyncio.sleep(0.2)  # longer than a head may take
+            await release.wait()
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
@@ -199,9 +213,10 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch):
             protocol.connection_made(transports[-1])
             if begin:
                 protocol.data_received(begin)
-        await asyncio.sleep(0.1)
-        assert not transports[3].closed
-        await asyncio.sleep(0.2)
+        await come(lambda: all(transport.closed for transport in transports[:3]))
+        assert not transports[3].closed  # it takes longer than a head may
+        release.set()
+        await come(lambda: transports[3].sent)
         for connection in state.connections:
             connection._unset_keepalive_if_required()
         return transports

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import socket
-import time
 
 import numpy as np
 import openai
@@ -13,7 +12,9 @@ import pytest
 import torch
 
 from tests.fixtures.oracle import oracle
+from tests.fixtures.waiting import until
 from tests.server import mock_server
+from tests.server.test_lifecycle import ENDLESS, SLOW
 
 PATH = "/v1/embeddings"
 
@@ -127,14 +128,14 @@ def test_unknown_model_is_404_and_a_failed_step_500(server):
 
 def test_a_full_queue_is_429_and_a_missing_key_401():
     settings = {
-        "engine": {"max_num_seqs": 1, "step_seconds": 0.02},
+        "engine": {**SLOW, "max_num_seqs": 1},
         "scheduler": {"max_num_queued_reqs": 0},
         "server": {"api_key": ["k"]},
     }
     with mock_server.start(**settings) as server:
         assert server.post(PATH, input="a").status_code == 401
         server.client.headers["authorization"] = "Bearer k"
-        endless = {"prompt": "endless", "max_tokens": 400, "stream": True}
+        endless = {**ENDLESS, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as stream:
             next(stream.iter_lines())
             with waiting_request(server):
@@ -150,9 +151,7 @@ def waiting_request(server):
     with opened(server) as client:
         client.sendall(head + b"content-type: application/json\r\n")
         client.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
-        deadline = time.monotonic() + 5
-        while not server.client.get("/load").json()["num_waiting"]:
-            assert time.monotonic() < deadline
+        until(lambda: server.load()["num_waiting"])
         yield
 
 
@@ -166,9 +165,7 @@ def test_a_client_that_leaves_ends_its_request():
         head = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         with opened(server) as client:
             client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            deadline = time.monotonic() + 5
-            while not server.client.get("/load").json()["server_load"]:
-                assert time.monotonic() < deadline
+            until(lambda: server.load()["server_load"])
         server.wait_idle()
         assert server.metric("octavo_requests_admitted_total") < 100
 

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from octavo.server.errors import on_unexpected_error
+from tests.fixtures.waiting import PATIENCE
 from tests.server import mock_server
 
 CHAT = {"messages": [{"role": "user", "content": "say:x"}]}
@@ -91,7 +92,7 @@ def test_wrong_content_type_is_400(server):
 
 def test_oversized_body_is_refused_unread(server):
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n" % (64 << 20)

@@ -16,6 +16,7 @@ from benchmarks.hostile import Attack, Hostile, request
 from octavo.server.app import SCHEMAS
 from tests.fixtures import server
 from tests.fixtures.server import Server
+from tests.fixtures.waiting import PATIENCE
 from tests.server import mock_server
 from tests.server.mock_server import MockServer
 
@@ -28,6 +29,12 @@ ALLOWED = {200, 204, 400, 401, 404, 405, 408, 413, 429}
 def attacked(model_r) -> Iterator[Server]:
     with server.start(model_r, *fuzz.FLAGS) as running:  # its end is checked: nothing logged
         yield running
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make fuzz` allows an answer five seconds."""
+    monkeypatch.setattr(fuzz, "LONGEST", PATIENCE)
 
 
 def test_hostile_requests_are_answered_and_cost_nobody_anything(attacked: Server):

@@ -6,30 +6,23 @@ import json
 import os
 import signal
 import threading
-import time
 
 import httpx
 import pytest
 
 from octavo.server.totals import EngineTotals, Totals, summed
+from tests.fixtures.waiting import PATIENCE, until
 from tests.server import mock_server
 from tests.server.test_lifecycle import ENDLESS, SLOW
 
 TWO = {"api_server_count": 2}
 
 
-def wait(condition, seconds=10.0, what=""):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.03)
-
-
 class Client:
     """One connection, hence one of the processes."""
 
     def __init__(self, server, **headers):
-        self.http = httpx.Client(base_url=server.url, timeout=20, headers=headers)
+        self.http = httpx.Client(base_url=server.url, timeout=PATIENCE, headers=headers)
         self.process = self.http.get("/server_info").json()["api_process"]
 
     @property
@@ -55,7 +48,7 @@ class Stream(threading.Thread):
         self.error = None
         self._client, self._body = client, {**ENDLESS, **body, "stream": True}
         self.start()
-        wait(lambda: self.lines or self.error)
+        until(lambda: self.lines or self.error)
 
     def run(self):
         try:
@@ -66,8 +59,8 @@ class Stream(threading.Thread):
         except httpx.HTTPError as error:
             self.error = error
 
-    def end(self, seconds=10):
-        self.join(seconds)
+    def end(self):
+        self.join(PATIENCE)
         assert not self.is_alive()
         return self.lines[-1]
 
@@ -90,9 +83,29 @@ def total(found, name):
     return sum(value for key, value in found.items() if key.partition("{")[0] == name)
 
 
+def wait_for_counts(client, counts):
+    """What the other process wrote last may be a quarter of a second old."""
+
+    def found():
+        page = samples(client)
+        return {name: total(page, name) for name in counts}
+
+    until(lambda: found() == counts, lambda: f"{counts}, but {found()}")
+
+
 @pytest.fixture(scope="module")
-def pair():
-    with mock_server.start(engine={**SLOW, "max_num_seqs": 16}, server=TWO) as server:
+def gate(tmp_path_factory):
+    return tmp_path_factory.mktemp("group") / "gate"
+
+
+@pytest.fixture(scope="module")
+def engine(gate):
+    return {**SLOW, "max_num_seqs": 16, "gate": str(gate)}
+
+
+@pytest.fixture(scope="module")
+def pair(engine):
+    with mock_server.start(engine=engine, server=TWO) as server:
         yield server
         server.wait_idle()
         assert "Traceback" not in server.log
@@ -119,25 +132,25 @@ def test_each_process_gets_its_own_tokens_and_a_scrape_of_any_shows_the_sum(pair
         assert [choice["text"] for choice in texts[word]] == [word * 9] * 2
     assert first.http.post("/reset_prefix_cache").json() == {"success": True}
     assert second.http.post("/reset_prefix_cache").json() == {"success": True}
-    time.sleep(0.6)  # what the other wrote last may be a quarter of a second old
+    counts = {
+        "octavo_requests_admitted_total": 2 * len(words),
+        "vllm:request_success_total": 2 * len(words),
+        "vllm:generation_tokens_total": 2 * 10 * len(words),
+        "vllm:request_generation_tokens_count": 2 * len(words),
+    }
     for client in (first, second):
-        found = samples(client)
-        assert total(found, "octavo_requests_admitted_total") == 2 * len(words)
-        assert total(found, "vllm:request_success_total") == 2 * len(words)
-        assert total(found, "vllm:generation_tokens_total") == 2 * 10 * len(words)
-        assert total(found, "vllm:request_generation_tokens_count") == 2 * len(words)
-        steps = total(found, "vllm:iteration_tokens_total_count")
+        wait_for_counts(client, counts)
+        steps = total(samples(client), "vllm:iteration_tokens_total_count")
         assert 0 < steps < 200, "the engine's steps are counted once"
 
 
-def test_load_and_conservation_hold_while_both_are_busy(pair):
+def test_load_and_conservation_hold_while_both_are_busy(pair, gate):
     clients = one_of_each(pair)
     before = total(samples(clients[0]), "octavo_requests_admitted_total")
-    streams = [Stream(client, max_tokens=60) for client in clients]
-    watchers = one_of_each(pair)
-    time.sleep(0.4)
-    for watcher in watchers:
-        assert watcher.http.get("/load").json()["num_running"] == 2
+    gate.unlink(missing_ok=True)
+    streams = [Stream(client, prompt="say:held") for client in clients]
+    for watcher in one_of_each(pair):
+        until(lambda watcher=watcher: watcher.http.get("/load").json()["num_running"] == 2)
         found = samples(watcher)
         assert total(found, "octavo_requests_admitted_total") == before + 2
         assert total(found, "octavo_requests_admitted_total") == (
@@ -146,45 +159,49 @@ def test_load_and_conservation_hold_while_both_are_busy(pair):
             + total(found, "vllm:num_requests_running")
             + total(found, "vllm:num_requests_waiting")
         )
+    gate.touch()
     for stream in streams:
         assert stream.end() == "data: [DONE]"
 
 
-def test_a_process_that_dies_costs_only_its_own_requests_and_is_started_again():
-    with mock_server.start(engine={**SLOW, "max_num_seqs": 16}, server=TWO) as server:
+def test_a_process_that_dies_costs_only_its_own_requests_and_is_started_again(engine, gate):
+    gate.unlink(missing_ok=True)
+    with mock_server.start(engine=engine, server=TWO) as server:
         first, second = one_of_each(server)
-        staying, dying = Stream(first, max_tokens=150), Stream(second)
-        time.sleep(0.6)
+        staying, dying = Stream(first, prompt="say:held"), Stream(second)
+        wait_for_counts(first, {"vllm:num_requests_running": 2})
         os.kill(second.process["pid"], signal.SIGKILL)
-        dying.join(5)
+        dying.join(PATIENCE)
         assert dying.error is not None
-        wait(lambda: healthy(server))
+        until(lambda: healthy(server))
+        gate.touch()
         assert staying.end() == "data: [DONE]"
-        wait(lambda: len(server.api_pids()) == 2 and server.api_pids()[1] != second.process["pid"])
-        wait(lambda: healthy(server))
+        until(lambda: len(server.api_pids()) == 2 and server.api_pids()[1] != second.process["pid"])
+        until(lambda: healthy(server))
         _, again = one_of_each(server)
         assert again.http.post("/v1/completions", json={"prompt": "say:x"}).status_code == 200
         server.wait_idle()
-        time.sleep(0.6)
         for client in one_of_each(server):
-            found = samples(client)
-            assert total(found, "octavo_requests_admitted_total") == 3
-            aborted = [v for k, v in found.items() if 'finished_reason="abort"' in k]
+            counts = {"octavo_requests_admitted_total": 3, "vllm:request_success_total": 3}
+            wait_for_counts(client, counts)
+            aborted = [v for k, v in samples(client).items() if 'finished_reason="abort"' in k]
             assert aborted == [1]
         assert "API process 1 ended with code -9" in server.log
         assert "Traceback" not in server.log
 
 
-def test_sigterm_drains_both_and_leaves_no_process():
-    with mock_server.start(engine=SLOW, server=TWO) as server:
-        streams = [Stream(client, max_tokens=60) for client in one_of_each(server)]
+def test_sigterm_drains_both_and_leaves_no_process(engine, gate):
+    gate.unlink(missing_ok=True)
+    with mock_server.start(engine=engine, server=TWO) as server:
+        streams = [Stream(client, prompt="say:held") for client in one_of_each(server)]
         pids = [*server.api_pids(), server.engine_pid]
         assert len(pids) == 3
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        assert not any("[DONE]" in line for stream in streams for line in stream.lines)
+        gate.touch()
         assert [stream.end() for stream in streams] == ["data: [DONE]"] * 2
-        assert server.process.wait(10) == 0
-        wait(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")], 3)
+        assert server.process.wait(PATIENCE) == 0
+        until(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
         assert "Traceback" not in server.log
 
 
@@ -195,10 +212,10 @@ def test_a_killed_engine_ends_all():
         pids = server.api_pids()
         os.kill(server.engine_pid, signal.SIGKILL)
         for stream in streams:
-            assert "engine_unavailable" in stream.end(4)
+            assert "engine_unavailable" in stream.end()
         assert [client.http.get("/health").status_code for client in clients] == [503, 503]
-        assert server.process.wait(12) == 1
-        wait(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")], 3)
+        assert server.process.wait(PATIENCE) == 1
+        until(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
 
 
 def test_none_outlives_the_first():
@@ -206,7 +223,7 @@ def test_none_outlives_the_first():
         pids = [*server.api_pids(), server.engine_pid]
         server.process.kill()
         server.process.wait()
-        wait(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")], 3)
+        until(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
 
 
 def test_changed_keys_count_in_both(tmp_path):
@@ -216,7 +233,7 @@ def test_changed_keys_count_in_both(tmp_path):
     with mock_server.start(server={**TWO, "api_key_file": str(path)}) as server:
         clients = one_of_each(server, authorization="Bearer key-a")
         path.write_text("b key-b-new infer,admin\n")
-        wait(lambda: {c.http.get("/v1/models").status_code for c in clients} == {401})
+        until(lambda: {c.http.get("/v1/models").status_code for c in clients} == {401})
         assert "key-b-new" not in server.log
 
 
@@ -224,7 +241,7 @@ def test_a_port_that_another_server_shares_is_taken():
     with mock_server.start(server=TWO) as server:
         port = int(server.url.rpartition(":")[2])
         with mock_server.start(server={**TWO, "port": port}, ready=False) as second:
-            assert second.process.wait(10) == 2
+            assert second.process.wait(PATIENCE) == 2
             assert "Address already in use" in second.log
 
 
@@ -245,8 +262,7 @@ def test_a_list_longer_than_a_process_may_queue_is_taken_in_parts():
     with mock_server.start(engine=engine, server=TWO, scheduler=limits) as server:
         client = one_of_each(server)[1]
         running = [Stream(client, max_tokens=60) for _ in range(4)]  # all places
-        while server.metric("vllm:num_requests_running") < 4:
-            time.sleep(0.02)
+        until(lambda: server.metric("vllm:num_requests_running") == 4)
         answer = client.http.post("/v1/embeddings", json={"input": [[i, 7] for i in range(9)]})
         assert answer.status_code == 200, answer.text
         assert len(answer.json()["data"]) == 9
@@ -258,8 +274,8 @@ def test_a_process_that_stands_still_is_replaced():
     with mock_server.start(engine=SLOW, server=TWO) as server:
         stuck = server.api_pids()[1]
         os.kill(stuck, signal.SIGSTOP)
-        wait(lambda: stuck not in server.api_pids(), 30, "it was left as it was")
-        wait(lambda: len(server.api_pids()) == 2, 30)
+        until(lambda: stuck not in server.api_pids(), "it was left as it was")
+        until(lambda: len(server.api_pids()) == 2)
         assert "has stood still" in server.log
         second = one_of_each(server)[1]
         assert second.process["pid"] not in (server.process.pid, stuck)

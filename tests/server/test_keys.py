@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import time
 
 import pytest
 from starlette.responses import Response
@@ -16,6 +15,7 @@ from octavo.server.app import create_app
 from octavo.server.auth import SCOPES_OF, KeyGuard
 from octavo.server.keys import SCOPES, Keys
 from octavo.types import ConfigError
+from tests.fixtures.waiting import until
 from tests.server import mock_server
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
@@ -120,10 +120,7 @@ def test_a_changed_file_counts_within_seconds_and_a_broken_one_changes_nothing(k
             return server.client.get("/v1/models", headers=bearer(key)).status_code
 
         def wait(condition):
-            deadline = time.monotonic() + 5
-            while not condition():
-                assert time.monotonic() < deadline, server.log
-                time.sleep(0.05)
+            until(condition, lambda: server.log)
 
         assert (status("alice-key"), status("bob-key")) == (200, 401)
         for broken in ("alice alice-key everything\n", "", "alice\n"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.fixtures.waiting import PATIENCE
 from tests.server import mock_server
 
 REQUESTS = 1500
@@ -46,7 +47,7 @@ def test_memory_stays_as_it_is_after_thousands_of_different_requests():
     quiet = {"disable_uvicorn_access_log": True}
     with mock_server.start(engine, quiet) as server:
         draw = random.Random(1)
-        with httpx.Client(base_url=server.url, timeout=20) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             for number in range(REQUESTS):
                 one(client, draw, number)
             before = memory(server.process.pid)

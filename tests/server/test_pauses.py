@@ -13,10 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fixtures.waiting import PATIENCE, least
 from tests.server import mock_server
 from tests.server.mock_server import MockServer
 
-# A machine that runs other things pauses everybody; alone, all of these stay below 0.1 s.
+# Alone, all of these stay below 0.1 s. A machine that runs other things pauses everybody, but not
+# each time: the least of a few tries counts.
 LIMIT = 0.5
 LENGTH = 600_000
 TEMPLATE = (
@@ -177,11 +179,15 @@ def test_no_request_pauses_the_stream_of_another(busy, name):
     path, make, status = HOSTILE[name]
     made = make()
     content = made if isinstance(made, bytes) else json.dumps(made, ensure_ascii=False).encode()
-    watcher.pause()
-    with httpx.Client(timeout=60) as client:
-        headers = {"content-type": "application/json"}
-        answer = client.post(server.url + path, content=content, headers=headers)
-    pause = watcher.pause()
-    print(f"{name}: {pause * 1000:.0f} ms, {answer.elapsed.total_seconds():.2f} s")
-    assert answer.status_code == status, answer.text[:300]
-    assert pause < LIMIT
+    headers = {"content-type": "application/json"}
+
+    def measure(_: int) -> float:
+        watcher.pause()
+        with httpx.Client(timeout=2 * PATIENCE) as client:
+            answer = client.post(server.url + path, content=content, headers=headers)
+        pause = watcher.pause()
+        print(f"{name}: {pause * 1000:.0f} ms, {answer.elapsed.total_seconds():.2f} s")
+        assert answer.status_code == status, answer.text[:300]
+        return pause
+
+    assert least(measure, LIMIT) < LIMIT

@@ -8,6 +8,7 @@ import json
 import httpx
 
 from tests.fixtures import server
+from tests.fixtures.waiting import PATIENCE
 
 
 def post(server, path="/v1/completions", **body):
@@ -64,7 +65,7 @@ def test_a_client_that_leaves_frees_its_blocks(server_r):
             httpx.stream("POST", f"{server_r.url}/v1/completions", json=body) as answer,
         ):
             next(answer.iter_lines())
-    server_r.wait_idle(2.0)
+    server_r.wait_idle()
 
 
 def test_chat_through_the_template(server_r):
@@ -81,7 +82,7 @@ def test_two_api_processes_share_one_engine_and_its_cache(model_r):
         prompt = list(range(3, 60))
         seen, texts, cached = set(), set(), []
         for _ in range(60):
-            with httpx.Client(base_url=running.url, timeout=30) as client:
+            with httpx.Client(base_url=running.url, timeout=PATIENCE) as client:
                 index = client.get("/server_info").json()["api_process"]["index"]
                 body = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
                 answer = client.post("/v1/completions", json=body).json()

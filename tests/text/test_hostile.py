@@ -117,7 +117,7 @@ def test_a_template_that_takes_too_much_is_stopped(directory, monkeypatch, sourc
     start = time.monotonic()
     with pytest.raises(InvalidRequest, match="chat template"):
         template.encode(MESSAGES)
-    assert time.monotonic() - start < bounds.MOST_SECONDS + 5
+    assert time.monotonic() - start < bounds.MOST_SECONDS + 30  # unbounded: hours
 
 
 def test_what_may_be_made_grows_with_what_was_sent(directory):

@@ -18,6 +18,7 @@ from octavo.worker import executor as executors
 from octavo.worker.executor import CudaExecutor, UniExecutor
 from octavo.worker.info import WorkerInfo
 from octavo.worker.runner import Runner
+from tests.fixtures.waiting import PATIENCE
 from tests.worker.interpreted import config
 from tests.worker.plans import New, Row, SumModel, plan
 
@@ -31,7 +32,7 @@ class Gated(SumModel):
         self.threads: set[int] = set()
 
     def forward(self, batch, cache, hidden=None):  # type: ignore[no-untyped-def]
-        assert self.gate.acquire(timeout=10)
+        assert self.gate.acquire(timeout=PATIENCE)
         self.threads.add(torch.get_num_threads())
         return super().forward(batch, cache)
 

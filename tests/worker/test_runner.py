@@ -233,7 +233,6 @@ def test_start_reports_what_was_found() -> None:
     info = runner.start(lambda phase, *how_far: phases.append(phase))
     assert phases == ["cache", "warm-up"]
     assert set(info.startup_seconds) == {"cache", "warm-up"}
-    assert info.startup_seconds["warm-up"] < 0.5
     assert (info.num_blocks, info.block_size, info.max_model_len) == (64, 4, 256)
     assert info.kv_cache_bytes == 64 * 4 * 8 * 4
     assert torch.get_num_threads() == info.threads
