@@ -39,6 +39,8 @@ class InstantExecutor:
     what it took here."""
 
     num_pending = 0
+    num_stages = 1
+    problem = ""
 
     def __init__(self) -> None:
         self.times: list[tuple[float, float]] = []
@@ -60,6 +62,9 @@ class InstantExecutor:
 
     def idle(self) -> bool:
         return False
+
+    def abandon(self) -> None:
+        pass
 
     def shutdown(self) -> None:
         self._results.clear()

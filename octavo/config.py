@@ -324,6 +324,7 @@ class ParallelConfig:
         minimum=1,
     )
     replica: int = internal(0)  # which of the data-parallel replicas this engine is
+    session: str = internal("")  # of an engine that has joined: its sockets' secret is of both
     replica_memory: int | None = internal(None)  # bytes it may count on; None: all that is free
 
     @property
@@ -349,6 +350,11 @@ class ParallelConfig:
     def num_joining(self) -> int:
         """Replicas of other nodes, which join."""
         return 0 if self.headless else self.data_parallel_size - self.num_local
+
+    @property
+    def rank_memory(self) -> int | None:
+        """Bytes that the process of one of a replica's devices may count on."""
+        return None if self.replica_memory is None else self.replica_memory // self.world_size
 
 
 def check_structured_outputs(settings: dict[str, Any]) -> None:
@@ -491,7 +497,11 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = flag(True, "report cached tokens in usage", group="server")
     enable_force_include_usage: bool = flag(False, "usage in every stream", group="server")
     api_server_count: int = flag(
-        1, "API processes behind the port, for one engine", group="server", minimum=1, maximum=64
+        1,
+        "API processes behind the port, for the same engines",
+        group="server",
+        minimum=1,
+        maximum=64,
     )
     drain_timeout: float = flag(
         30.0,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -193,6 +192,8 @@ def run(task: Task) -> int:
     keeper = Keeper(ray, task)
     try:
         keeper.keep()
+    except KeyboardInterrupt:  # the server has ended
+        pass
     finally:
         keeper.end()
         ray.shutdown()
@@ -206,8 +207,6 @@ def main() -> int:
 
         return octavo(sys.argv[3:])
     die_with_parent(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     return run(msgspec.convert(json.load(sys.stdin), Task))
 
 

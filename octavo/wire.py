@@ -54,6 +54,13 @@ class Keys:
         return cls(_pair(secret, b"octavo server"), _pair(secret, b"octavo client"))
 
 
+def session_secret(secret: bytes | None, session: str) -> bytes:
+    """Of the sockets of one engine that has joined: an earlier one, back from behind a cut cable,
+    cannot connect in its place. ``secret``: the cluster's; None on loopback."""
+    key = blake2b(secret or b"", digest_size=64).digest()
+    return blake2b(session.encode(), key=key, person=b"octavo session").digest()
+
+
 def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
     # Hashed first, for BLAKE2 takes keys of at most 64 bytes.
     key = blake2b(secret, digest_size=64).digest()
@@ -91,7 +98,7 @@ class Wire:
         Raises ConfigError for an address that is not of this machine or is taken, and for one that
         other hosts can reach where there is no secret.
         """
-        socket: Socket = self._context.socket(kind)
+        socket = self._socket(kind)
         try:
             return socket, self.bind(socket, address)
         except ConfigError:
@@ -126,7 +133,7 @@ class Wire:
         ``within``: seconds to wait for the connection; LinkError says why there is none. Without,
         the socket is returned at once.
         """
-        socket: Socket = self._context.socket(kind)
+        socket = self._socket(kind)
         try:
             self.connect(socket, endpoint, within)
         except LinkError:
@@ -153,6 +160,11 @@ class Wire:
             self._doorman.stop()
             self._doorman = None
 
+    def _socket(self, kind: int) -> Socket:
+        socket: Socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped because a peer is slow
+        return socket
+
     def _guard(self, keys: Keys) -> None:
         """Of each context ZMQ asks one authenticator."""
         if self._doorman is None:
@@ -172,6 +184,32 @@ def _prepare(socket: Socket, address: str) -> None:
     socket.connect_timeout = CONNECT_MS
     socket.tcp_maxrt = SILENCE_MS  # sent, and not acknowledged for so long
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS
+
+
+class Connections:
+    """Those of a listening socket, from the events of its monitor: which of them have proved
+    themselves. Others come and go at anybody's will, and mean nothing."""
+
+    EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+    def __init__(self) -> None:
+        self._strange: set[int] = set()  # descriptors
+        self._known: set[int] = set()
+
+    def take(self, event: int, descriptor: int) -> bool:
+        """True when one that had proved itself has ended."""
+        if event == zmq.EVENT_ACCEPTED:
+            self._known.discard(descriptor)
+            self._strange.add(descriptor)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:  # which one, ZMQ does not say
+            self._known |= self._strange
+            self._strange.clear()
+        elif event == zmq.EVENT_DISCONNECTED:
+            ended = descriptor in self._known
+            self._known.discard(descriptor)
+            self._strange.discard(descriptor)
+            return ended
+        return False
 
 
 def is_loopback(address: str) -> bool:

@@ -17,7 +17,7 @@ import pytest
 
 from octavo import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from octavo.outputs import RequestOutput
-from octavo.types import EngineDead, InvalidRequest
+from octavo.types import ConfigError, EngineDead, InvalidRequest
 from tests.fixtures.waiting import until
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "cpu_threads": 1}
@@ -48,6 +48,11 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> list[int]:
     async for output in outputs:
         found = output.outputs[0].token_ids
     return found
+
+
+def test_replicas_are_for_the_server(model_r):
+    with pytest.raises(ConfigError, match="only `octavo serve` runs several engines"):
+        LLM(str(model_r), **SETTINGS, data_parallel_size=2)
 
 
 def test_ctrl_c_inside_a_step_leaves_the_engine_as_good_as_new(

@@ -10,10 +10,11 @@ import time
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from octavo.config import cluster_secret
 from octavo.types import ConfigError
-from octavo.wire import SILENCE_MS, Keys, LinkError, Wire, is_loopback
+from octavo.wire import SILENCE_MS, Connections, Keys, LinkError, Wire, is_loopback
 
 SECRET = b"0123456789abcdef-of-this-test"
 ANYWHERE = "tcp://127.0.0.1:0"
@@ -145,7 +146,9 @@ def test_silent_connection_is_noticed_and_made_again():
         port = int(endpoint.rpartition(":")[2])
         silent = threading.Event()
         threading.Thread(target=deaf_relay, args=(door, port, silent), daemon=True).start()
-        pusher = peer.dial(zmq.PUSH, f"tcp://127.0.0.1:{door.getsockname()[1]}", within=20)
+        pusher = peer.dial(zmq.PUSH, f"tcp://127.0.0.1:{door.getsockname()[1]}")
+        pusher.send(b"there")
+        assert received(puller, 20) == b"there"
         monitor = pusher.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         silent.set()
         began = time.monotonic()
@@ -173,6 +176,41 @@ def deaf_relay(door, port, silent):
             far = socket.create_connection(("127.0.0.1", port))
             for pair in ((near, far), (far, near)):
                 threading.Thread(target=copy, args=pair, daemon=True).start()
+
+
+def test_only_the_end_of_a_connection_that_was_let_in_counts():
+    """Whoever has no secret cannot make the listener believe that its peer was cut off."""
+    with ends(SECRET, b"another secret of some length") as (peer, stranger):
+        context = zmq.Context()
+        watched = Wire(context, SECRET)
+        puller = context.socket(zmq.PULL)
+        monitor = puller.get_monitor_socket(Connections.EVENTS)
+        endpoint = watched.bind(puller, ANYWHERE)
+        connections = Connections()
+
+        def cuts(num_events):
+            taken = []
+            while len(taken) < num_events and monitor.poll(20_000):
+                event = recv_monitor_message(monitor)
+                taken.append(connections.take(event["event"], event["value"]))
+            return taken
+
+        pusher = peer.dial(zmq.PUSH, endpoint, within=20)
+        assert not any(cuts(2))  # accepted, let in
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 10):
+            with socket.create_connection((host, int(port))) as raw:
+                raw.sendall(noise)
+            assert not any(cuts(2))
+        with pytest.raises(LinkError):
+            stranger.dial(zmq.PUSH, endpoint, within=20)
+        while monitor.poll(500):
+            assert not any(cuts(1))
+        pusher.close(linger=0)
+        assert any(cuts(1))
+        monitor.close(linger=0)
+        watched.close()
+        context.destroy(linger=0)
 
 
 def test_loopback_addresses():

@@ -98,6 +98,8 @@ class StepResult:
     # with POOL that hold their prompt's last token
     grammar_ends: dict[int, str] = field(default_factory=dict)  # row -> "" where the output is
     # complete: nothing may follow; else why it cannot go on (then the row accepted no token)
+    busy_seconds: Float32 | None = None  # [stages] that each stage of a pipeline computed the step,
+    # without what it waited for others; None where nobody measured
 
 
 T = TypeVar("T", StepPlan, StepResult)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket as sockets
 import time
 from collections.abc import Callable
@@ -48,7 +49,7 @@ from octavo.engine.mailbox import Mailbox
 from octavo.engine.placement import part
 from octavo.engine.replica import ReplicaSpec
 from octavo.types import ConfigError, EngineDead
-from octavo.wire import Wire
+from octavo.wire import Connections, Wire, session_secret
 
 logger = logging.getLogger("octavo")
 
@@ -302,6 +303,7 @@ class JoinLauncher:
         self._guest: Guest | None = None
         self._endpoints: dict[str, str] = {}
         self._wire: Wire | None = None
+        self._session = ""  # a new one for each engine
         self._monitors: list[zmq.Socket[bytes]] = []
 
     @property
@@ -314,16 +316,20 @@ class JoinLauncher:
         self, socket: zmq.Socket[Any], directory: Path, name: str, on_cut: Callable[[], None]
     ) -> None:
         if self._wire is None:
-            self._wire = Wire(socket.context, self._door.secret)
+            self._session = secrets.token_hex(16)
+            secret = session_secret(self._door.secret, self._session)
+            self._wire = Wire(socket.context, secret)
         address = f"tcp://{self._door.host}:{self._ports[name]}"
         self._endpoints[name] = self._wire.bind(socket, address)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(Connections.EVENTS)
         self._monitors.append(monitor)
+        connections = Connections()
 
         def look() -> None:
             while monitor.poll(0):
-                recv_monitor_message(monitor)
-                on_cut()
+                message = recv_monitor_message(monitor)
+                if connections.take(message["event"], message["value"]):
+                    on_cut()
 
         asyncio.get_running_loop().add_reader(monitor.fileno(), look)
         asyncio.get_running_loop().call_soon(look)
@@ -346,9 +352,11 @@ class JoinLauncher:
     async def launch(self, inboxes: str, outboxes: str, config: EngineConfig) -> RemoteEngine:
         guest = self._guest = await self._door.take_place()
         own = replace(guest.config, scheduler=config.scheduler)
-        own = replace(own, parallel=replace(own.parallel, replica=config.parallel.replica))
+        number = config.parallel.replica
+        parallel = replace(own.parallel, replica=number, session=self._session)
+        own = replace(own, parallel=parallel)
         raw = msgspec.msgpack.encode(own)
-        guest.send(Place(config.parallel.replica, inboxes, outboxes, raw))
+        guest.send(Place(number, inboxes, outboxes, raw))
         try:
             await guest.running.wait()
         except asyncio.CancelledError:
@@ -356,7 +364,7 @@ class JoinLauncher:
             raise
         if guest.gone.done():
             raise EngineDead(f"node {guest.host} could not start it ({guest.gone.result()})")
-        logger.info("node %s joins as replica %d", guest.host, config.parallel.replica)
+        logger.info("node %s joins as replica %d", guest.host, number)
         return RemoteEngine(guest)
 
 

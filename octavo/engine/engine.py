@@ -20,7 +20,7 @@ from octavo.config import EngineConfig
 from octavo.core.block_pool import BlockPool, PrefixKeys, root_key
 from octavo.core.events import Event, EventKind
 from octavo.core.fair import waiting_queue
-from octavo.core.plan import Logprobs, StepPlan, StepResult
+from octavo.core.plan import Float32, Logprobs, StepPlan, StepResult
 from octavo.core.request import Request, State
 from octavo.core.scheduler import Limits, Scheduler, Update
 from octavo.engine.cost import StepCosts
@@ -38,6 +38,7 @@ from octavo.engine.messages import (
     TokenLogprobRow,
     unpack_ids,
 )
+from octavo.engine.stage_use import StageUse
 from octavo.grammar.grammars import Grammars
 from octavo.types import (
     FinishReason,
@@ -49,7 +50,7 @@ from octavo.types import (
 
 logger = logging.getLogger(__name__)
 
-# Plans that may be in flight at once: one runs, the next is ready.
+# Plans that may be in flight at once: one runs, the next is ready. A pipeline has one per stage.
 PLANS_IN_FLIGHT = 2
 # How long a step that has nothing else to do waits for a grammar to be compiled.
 PREPARING_SECONDS = 0.005
@@ -124,6 +125,7 @@ class Engine:
         self._schedule_seconds = 0.0
         self._step_seconds = 0.0
         self._step_tokens = 0
+        self._use = StageUse(executor.num_stages)
         self._fragmentation = 0.0
         overlap = config.scheduler.async_scheduling
         self._scheduler = Scheduler(
@@ -134,7 +136,8 @@ class Engine:
                 chunked_prefill=config.scheduler.enable_chunked_prefill,
                 adaptive_chunks=config.scheduler.adaptive_chunks,
                 long_prefill_threshold=config.scheduler.long_prefill_token_threshold,
-                max_in_flight=PLANS_IN_FLIGHT if overlap and executor.num_stages == 1 else 1,
+                max_in_flight=PLANS_IN_FLIGHT if overlap else 1,
+                stages=executor.num_stages,
             ),
             BlockPool(info.num_blocks, info.block_size, config.cache.enable_prefix_caching),
             eos_ids=info.eos_ids,
@@ -151,6 +154,10 @@ class Engine:
         self._root = lru_cache(1024)(lambda salt: root_key(salt, *facts))
 
     # ---- requests ----
+
+    @property
+    def _has_stages(self) -> bool:
+        return self._executor.num_stages > 1
 
     @property
     def has_work(self) -> bool:
@@ -282,11 +289,13 @@ class Engine:
             result = self._executor.collect()
         except StepFailed as failure:
             return self._fail(failure)
-        self._measure(collected=self._clock())
+        cost = self._measure(self._clock(), result.busy_seconds)
         began = time.perf_counter()
         update = self._scheduler.update(result)
-        self._observe_cost(update.plan)
+        self._observe_cost(update.plan, cost)
         self._issue()  # before anything else: the device is waiting
+        if not self._submitted:
+            self._use.end()
         outputs = self._outputs(update, result)
         self._schedule_seconds += time.perf_counter() - began
         return outputs
@@ -296,24 +305,36 @@ class Engine:
             now = self._clock()
             if not self._submitted:
                 self.step_started = now
+            self._use.begin(now)
             self._submitted.append(now)
             self._executor.submit(plan)
 
-    def _measure(self, collected: float) -> None:
-        started = max(self._submitted.popleft(), self._last_collect)
-        self._step_seconds = collected - started
+    def _measure(self, collected: float, busy: Float32 | None) -> float:
+        """The oldest plan is back. Returns what it cost: seconds of the stage that took longest.
+        ``busy``: those of each stage. Where nobody measured them, plans come back as often as that
+        stage computes one, unless there are too few of them to keep all stages at work."""
+        submitted, stages = self._submitted.popleft(), self._executor.num_stages
+        through = collected - submitted
+        cost = min(collected - max(submitted, self._last_collect), through / stages)
+        if busy is not None and stages > 1:
+            cost = float(busy.max())
+        self._step_seconds = cost if stages == 1 else through
+        self._use.observe(collected, busy)
         self._last_collect = collected
         self.step_started = collected if self._submitted else None
+        return cost
 
-    def _observe_cost(self, plan: StepPlan) -> None:
+    def _observe_cost(self, plan: StepPlan, seconds: float) -> None:
         num_decode = self._step_tokens = plan.total_tokens
         if num_decode > plan.num_rows:
             num_decode = int(np.count_nonzero(plan.num_tokens == 1))
-        self.costs.observe(num_decode, self._step_tokens - num_decode, self._step_seconds)
+        self.costs.observe(num_decode, self._step_tokens - num_decode, seconds)
 
     def _fail(self, failure: StepFailed) -> Outputs:
         """One step failed: its requests end with the error, the loop goes on."""
-        self._measure(collected=self._clock())
+        self._measure(self._clock(), None)
+        if not self._submitted:
+            self._use.end()
         logger.error("step %d failed: %s", failure.step, failure)
         for request in self._scheduler.fail():
             request.message = str(failure)
@@ -421,6 +442,9 @@ class Engine:
             schedule_seconds=self._schedule_seconds,
             fragmentation=self._fragmentation,
             graphs_pending=self._executor.num_pending,
+            stage_busy_seconds=self._use.busy_seconds.tolist() if self._has_stages else [],
+            work_seconds=self._use.work_seconds,
+            bubble=self._use.bubble,
         )
 
 

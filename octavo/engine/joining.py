@@ -124,8 +124,9 @@ NODES_ALONE = (
     *("model", "tokenizer", "revision"),
     *("data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port"),
     *("data_parallel_backend", "headless"),
+    *("nnodes", "node_rank", "master_addr", "master_port"),
 )
-HEADS_ALONE = ("served_model_name", "data_parallel_size", "replica")
+HEADS_ALONE = ("served_model_name", "data_parallel_size", "replica", "session")
 
 
 def common_config(head: EngineConfig, node: EngineConfig) -> EngineConfig:

@@ -211,10 +211,13 @@ class EngineStats(msgspec.Struct, array_like=True):
     generation_tokens: int = 0
     num_steps: int = 0
     step_tokens: int = 0  # tokens computed by this step
-    step_seconds: float = 0.0  # of this step
+    step_seconds: float = 0.0  # of this step: what a token takes; through all stages of a pipeline
     schedule_seconds: float = 0.0  # of this step: schedule + update
     fragmentation: float = 0.0  # share of the used blocks' token places that hold no token
     graphs_pending: int = 0  # CUDA graphs that idle moments have yet to capture
+    stage_busy_seconds: list[float] = []  # that each stage of a pipeline computed, ever
+    work_seconds: float = 0.0  # in which a plan was in flight and its stages were measured, ever
+    bubble: float = 0.0  # share of their time in which stages of late had nothing to compute
 
 
 class Outputs(Message, tag=True):

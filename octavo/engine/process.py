@@ -14,13 +14,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from octavo import collector
 from octavo.config import EngineConfig, cluster_secret
+from octavo.engine.engine import Executor
 from octavo.engine.messages import (
     CLIENT_SHIFT,
     Abort,
@@ -44,6 +44,7 @@ from octavo.engine.messages import (
 from octavo.engine.seats import Seats
 from octavo.parent import die_with_parent
 from octavo.types import ConfigError, EngineDead
+from octavo.wire import session_secret
 
 logger = logging.getLogger(__name__)
 
@@ -82,18 +83,24 @@ class Heart(threading.Thread):
                 socket.send(beat, zmq.NOBLOCK)
 
 
+def engine_secret(config: EngineConfig) -> bytes:
+    """Of the sockets of an engine that has joined a head node."""
+    parallel = config.parallel
+    return session_secret(cluster_secret(parallel.cluster_secret_file), parallel.session)
+
+
 class EngineLoop:
     """Drain the inbox, step, send; until drained."""
 
     def __init__(self, config: EngineConfig, inboxes: str, outboxes: str) -> None:
         self._context = zmq.Context()
         remote = inboxes.startswith("tcp:")
-        secret = cluster_secret(config.parallel.cluster_secret_file) if remote else None
+        secret = engine_secret(config) if remote else None
         self._seats = Seats(self._context, inboxes, outboxes, secret)
         self._inbox = self._seats.inbox
         self._config = config
         self._heart: Heart | None = None
-        self._abandon: Callable[[], None] = lambda: None
+        self._executor: Executor | None = None
         self._draining = False
         self._number = time.time_ns()
 
@@ -101,12 +108,12 @@ class EngineLoop:
         """Loads the model and says Ready. Raises ConfigError for what the user can mend."""
         from octavo.engine.start import start_engine
 
-        self.engine, self._executor = start_engine(
+        self.engine, executor = start_engine(
             self._config,
             lambda *news: self._send(Progress(*news)),
             self._seats.directory,
         )
-        self._abandon = self._executor.abandon
+        self._executor = executor
         self._send(self._ready())
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
         self._heart = Heart(self._seats, self)
@@ -120,6 +127,7 @@ class EngineLoop:
             outputs = self.engine.step()
             if outputs is not None:
                 self._seats.send_outputs(outputs)
+        assert self._executor is not None
         self._executor.shutdown()
 
     def fail(self, error: BaseException) -> None:
@@ -130,17 +138,19 @@ class EngineLoop:
 
     @property
     def problem(self) -> str:
-        return self._executor.problem
+        return self._executor.problem if self._executor is not None else ""
 
     def close(self) -> None:
         """Sends what is queued, for at most two seconds."""
-        self._abandon()
+        if self._executor is not None:
+            self._executor.abandon()
         if self._heart is not None:
             self._heart.stop()
         self._context.destroy(linger=2000)
 
     def _use_idle_moment(self) -> bool:
         """Tells how much is left to do in such moments; False when that is nothing."""
+        assert self._executor is not None
         if not self._executor.idle():
             return False
         self._send(Outputs(self.engine.stats()))
@@ -191,8 +201,10 @@ def main() -> int:
     inbox, outbox, parent = sys.argv[1:4]
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    several = config.parallel.data_parallel_size > 1
+    name = f"engine {config.parallel.replica}" if several else "engine"
+    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s {name}: %(message)s")
     if config.parallel.nnodes > 1:  # on this host ranks end with this process
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     loop = EngineLoop(config, inbox, outbox)

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import signal
 import sys
 
 import msgspec
@@ -84,7 +85,7 @@ class RayBackend:
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # of SIGTERM Ray makes a crash report
         try:
             await asyncio.wait_for(process.wait(), END_SECONDS)
         except TimeoutError:

@@ -106,6 +106,8 @@ class Replica:
     def problem(self) -> str | None:
         """Why no request may go there; None while it makes progress."""
         if problem := self.given_up or self.client.problem():
+            if self.spec.joins and self.client.alive and self.client.pid is None:
+                return "no node has joined"
             return problem
         return None if self.in_service else "the model is still loading"
 

@@ -408,7 +408,7 @@ class Replicas:
                     len(self.replicas),
                 )  # fmt: skip
                 await client.dead.wait()
-                logger.error(
+                logger.warning(
                     "replica %d: %s; its place is free; %d of %d serve",
                     replica.index, client.problem(), self.num_serving, len(self.replicas),
                 )  # fmt: skip

@@ -253,6 +253,12 @@ class Metrics(Collector):
             "CUDA graphs yet to be captured in idle moments",
             lambda r: r.stats.graphs_pending,
         )
+        if self._client.config.parallel.pipeline_parallel_size > 1:
+            yield gauge(
+                "octavo_pipeline_bubble_ratio",
+                "Share of the time with work in which pipeline stages on average computed nothing",
+                lambda r: r.stats.bubble,
+            )
         yield gauge(
             "octavo_waiting_prompt_tokens",
             "Prompt tokens in the queue",
@@ -354,6 +360,19 @@ class Metrics(Collector):
             dict(totals.refused),
             "status",
         )
+        if self._client.config.parallel.pipeline_parallel_size > 1:
+            yield self._of_engines(
+                CounterMetricFamily,
+                "octavo_pipeline_stage_busy_seconds",
+                "Seconds that a pipeline stage computed",
+                lambda r: {str(i): s for i, s in enumerate(r.stats.stage_busy_seconds)},
+                "stage",
+            )
+            yield counter(
+                "octavo_pipeline_work_seconds",
+                "Seconds in which the pipeline had a plan",
+                lambda r: r.stats.work_seconds,
+            )
         for name, what in (
             ("num_drafts", "Drafts"),
             ("num_draft_tokens", "Draft tokens"),

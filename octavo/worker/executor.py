@@ -136,6 +136,7 @@ class CudaExecutor:
     """
 
     num_stages = 1
+    busy_seconds = 0.0  # of a stage; a GPU has them all
     problem = ""
 
     def __init__(self, runner: CudaRunner, nvtx: bool = False) -> None:

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from octavo.config import EngineConfig, ParallelConfig, cluster_secret, worker_environment
-from octavo.core.plan import StepPlan, StepResult, decode, encode
+from octavo.core.plan import Float32, StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.machine import available_cores, interface_to
@@ -158,6 +159,7 @@ class GroupExecutor:
         self._store: messages.StoreOpen | None = None
         self._progress: Progress = lambda *news: None
         self._beat = 0.0  # when the ranks were last told that this process lives
+        self._busy = self._no_time()  # seconds of each stage since the last result
         self.problem = ""
         grammars.mirror = GrammarsElsewhere(self)
 
@@ -196,8 +198,10 @@ class GroupExecutor:
         address = f"ipc://{self._directory}/workers-{os.getpid()}"
         if parallel.nnodes > 1:
             address = node_endpoint(parallel)
-        self._socket, self._endpoint = self._wire.listen(zmq.ROUTER, address)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that connects again
+        self._endpoint = self._wire.bind(self._socket, address)
 
     def _launch(self) -> None:
         for number, process in launch_ranks(self._config, 0, self._endpoint, self._command).items():
@@ -303,7 +307,13 @@ class GroupExecutor:
         outcome = self._results.pop(step)
         if isinstance(outcome, StepFailed):
             raise outcome
+        if self.num_stages > 1:
+            # Of what has been told by now: a stage's part may be counted with a later step.
+            outcome.busy_seconds, self._busy = self._busy, self._no_time()
         return outcome
+
+    def _no_time(self) -> Float32:
+        return np.zeros(self.num_stages, dtype=np.float32)
 
     def idle(self) -> bool:
         """Raises EngineDead as ``collect`` does."""
@@ -400,6 +410,8 @@ class GroupExecutor:
                 if self.num_stages > 1:
                     self._drawn.append(message.result)
                 self._results[message.step] = decode(message.result, StepResult)
+            case messages.Computed():
+                self._busy[rank.number // self._topology.tensor_size] += message.seconds
             case messages.Alive():
                 rank.exchanges = message.exchanges
             case messages.StepError():

@@ -128,6 +128,13 @@ class Done(Message, tag=True):
     result: bytes
 
 
+class Computed(Message, tag=True):
+    """A stage has done its part of a step, and was busy for so long: of its first rank."""
+
+    rank: int
+    seconds: float
+
+
 class StepError(Message, tag=True):
     """A step raised on a rank."""
 
@@ -180,6 +187,7 @@ FromWorker = (
     | Loaded
     | Broken
     | Done
+    | Computed
     | StepError
     | Idled
     | Profiled

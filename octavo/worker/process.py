@@ -71,6 +71,10 @@ class Steps(Protocol):
     def num_pending(self) -> int: ...
 
     @property
+    def busy_seconds(self) -> float:
+        """What the step last collected took, without waiting for others."""
+
+    @property
     def tracing(self) -> Tracing: ...
 
 
@@ -84,6 +88,10 @@ class CpuSteps:
         self._results: deque[StepResult | StepFailed] = deque()
         self.tracing = Tracing(nvtx)
         self.tracing.prepare()
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._runner.busy_seconds
 
     def take_drawn(self, results: Sequence[StepResult]) -> None:
         self._runner.take_drawn(results)
@@ -198,6 +206,8 @@ class Worker:
         connection = Connection(endpoint, rank, config)
         self._outbox = connection.socket("news")
         self._reports = rank == self._topology.reporter
+        first = rank % self._topology.tensor_size == 0
+        self._pipelined = first and self._topology.pipeline_size > 1
         self._grammars = Grammars() if self._reports else None
         self._reader = Reader(connection, self._grammars)
         # On its own host a worker ends with its parent.
@@ -327,6 +337,8 @@ class Worker:
         except StepFailed as error:
             self._send(messages.StepError(self.rank, step, str(error)))
         else:
+            if self._pipelined:
+                self._send(messages.Computed(self.rank, self._steps.busy_seconds))
             if self._reports:
                 self._send(messages.Done(step, encode(result)))
 

@@ -58,6 +58,7 @@ class Runner:
         self.load = load
         self.world = world
         self.stages: Stages | None = None
+        self.busy_seconds = 0.0  # of the last step, without waiting for the stage before
         self.ranks = ALONE if world is None else TensorParallel.of(world.tensor)
 
     def start(self, progress: Progress) -> WorkerInfo:
@@ -135,6 +136,7 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one plan. After an exception the slots are as the next plan expects them."""
+        began, waited = time.perf_counter(), self._waited
         with torch.inference_mode():
             try:
                 self.slots.apply(plan)
@@ -145,6 +147,13 @@ class Runner:
             except Exception:
                 self.slots.skip(plan)
                 raise
+            finally:
+                spent = time.perf_counter() - began
+                self.busy_seconds = spent - (self._waited - waited)
+
+    @property
+    def _waited(self) -> float:
+        return self.stages.waited if self.stages else 0.0
 
     def _reserve(self, memory: MemoryPlan) -> None:
         """Cache, slots and step buffers. On a CPU this takes address space; the system commits a

@@ -7,6 +7,7 @@ that draws in one plan in flight at most, so its token is always there before th
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Stages:
         self._hidden_size, self._dtype = model.spec.hidden_size, model.dtype
         self._device = torch.device(model.device)
         self.is_last = model.stage.is_last
+        self.waited = 0.0  # seconds for the stage before, ever
         self._under_way: deque[Callable[[], None]] = deque()
         self._expected: deque[Expected] = deque()
 
@@ -52,7 +54,10 @@ class Stages:
         if self._index == 0:
             return None
         x = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
-        return self._comm.receive(x, self._index - 1)
+        began = time.perf_counter()
+        self._comm.receive(x, self._index - 1)
+        self.waited += time.perf_counter() - began
+        return x
 
     def send(self, hidden: Tensor) -> None:
         """To the next stage, which may still be at work on steps before: waits while it has as many

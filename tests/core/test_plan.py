@@ -47,6 +47,7 @@ def test_a_result_survives_encoding():
         logprobs(1),
         {0: logprobs(4)},
         grammar_ends={0: "", 1: "nothing fits"},
+        busy_seconds=np.array([0.25, 0.5], np.float32),
     )
     assert_equal(result, decode(encode(result), StepResult))
     with pytest.raises(ValueError, match="StepPlan"):

@@ -32,7 +32,10 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 class ToyExecutor:
     """Follows plans to the letter, keeping only each slot's token history."""
 
-    def __init__(self) -> None:
+    problem = ""
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self.num_stages = num_stages
         self.histories: dict[int, list[int]] = {}
         self.fail_next = False
         self.num_pending = 0  # idle moments that can be used
@@ -73,6 +76,9 @@ class ToyExecutor:
             return False
         self.num_pending -= 1
         return True
+
+    def abandon(self) -> None:
+        pass
 
     def shutdown(self) -> None:
         self.ended = True

@@ -93,3 +93,53 @@ def test_without_a_cluster_the_server_says_how_to_start_one(
     )  # fmt: skip
     assert refused.returncode == 2
     assert "ray start --head" in refused.stderr.splitlines()[-1]
+
+
+def test_batches_are_answered_by_two_actors_and_a_bad_row_ends_nothing(
+    cluster: Any, model_r: Path
+) -> None:
+    import octavo
+    from octavo.ray import batch_generate
+
+    params = octavo.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    ray.init(address=cluster.address, log_to_driver=False)
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    rows: list[dict[str, Any]] = [
+        {"id": i, "prompt": f"row {i}", "messages": None} for i in range(20)
+    ]
+    rows[3]["prompt"] = "much too long " * 1000
+    rows[4] |= {"prompt": None}
+    rows[5] |= {"prompt": None, "messages": [{"role": "user", "content": "Hello", "name": None}]}
+    settings = {"cpu_threads": 1, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
+    answered = batch_generate(
+        ray.data.from_items(rows, override_num_blocks=4), model=str(model_r),
+        sampling_params=params, concurrency=2, batch_size=5, **settings,
+    ).take_all()  # fmt: skip
+
+    assert [row["id"] for row in answered] == list(range(20))
+    assert "2,048" in answered[3]["error"] or "2048" in answered[3]["error"]
+    assert "the row has no 'prompt'" in answered[4]["error"]
+    llm = octavo.LLM(str(model_r), **settings)
+    for row in answered:
+        if row["id"] in (3, 4):
+            assert row["generated_text"] == "" and row["num_generated_tokens"] == 0
+            continue
+        if row["id"] == 5:
+            (expected,) = llm.chat([{"role": "user", "content": "Hello"}], params, use_tqdm=False)
+        else:
+            (expected,) = llm.generate(row["prompt"], params, use_tqdm=False)
+        assert row["error"] is None and row["finish_reason"] == "length"
+        assert row["generated_text"] == expected.outputs[0].text
+        assert row["num_prompt_tokens"] == len(expected.prompt_token_ids)
+        assert row["num_generated_tokens"] == 6
+    llm.close()
+
+
+def test_octavo_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.ray import batch_generate
+    from octavo.types import ConfigError
+
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[ray\]'"):
+        batch_generate(None, model="smollm2-135m")

@@ -200,6 +200,9 @@ class ThreadGroup:
     def stop_profile(self) -> StepProfile:
         raise NotImplementedError
 
+    def abandon(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         for plans in self._plans:
             plans.put(None)

@@ -27,7 +27,7 @@ ALL = {**FAMILIES, **expert_families.FAMILIES}
 FORMATS = ("dense", "gptq act-order", "awq", "fp8 by block", "nf4")
 SHAPES = [(2, 1), (1, 2), (2, 2)]
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "moe_intermediate_size": 96}
-COUNT = 24
+COUNT = 16
 
 
 def threads(config: EngineConfig, path: Path, progress: Progress, grammars: Grammars, _: Any):
@@ -65,7 +65,7 @@ def greedy(path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, pp: int) -> lis
     if tp * pp > 1:
         monkeypatch.setattr(start, "start_executor", threads)
     stem = random_ids(40)
-    prompts = [stem[: 5 + 7 * i] + random_ids(9 * i + 1)[::-1] for i in range(6)]
+    prompts = [stem[: 5 + 7 * i] + random_ids(9 * i + 1)[::-1] for i in range(5)]
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
     settings: dict[str, Any] = {
         "dtype": "float32",
@@ -95,7 +95,8 @@ def greedy(path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, pp: int) -> lis
             for shape in SHAPES
         ),
         *(("llama", kind, *shape) for kind in (*FORMATS[1:], "gguf") for shape in SHAPES),
-        *((family, kind, 2, 2) for family in ("qwen3-moe", "gemma2") for kind in FORMATS[1:]),
+        ("qwen3-moe", "gptq act-order", 2, 2),
+        ("gemma2", "fp8 by block", 2, 2),
         *(("gpt2", "dense", *shape) for shape in SHAPES),
     ],
 )

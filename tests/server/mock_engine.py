@@ -25,8 +25,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig, cluster_secret
+from octavo.config import EngineConfig
 from octavo.engine import messages as m
+from octavo.engine.process import engine_secret
 from octavo.engine.seats import Seats
 from octavo.types import FinishReason, RequestTimings
 
@@ -66,11 +67,11 @@ class Row:
 
 
 class MockEngine:
-    def __init__(self, options: Options, inbox: str, outbox: str) -> None:
+    def __init__(self, options: Options, inbox: str, outbox: str, config: EngineConfig) -> None:
         self.options = options
         context = zmq.Context()
         self.context = context
-        self.seats = Seats(context, inbox, outbox, cluster_secret(None))
+        self.seats = Seats(context, inbox, outbox, engine_secret(config))
         self.inbox = self.seats.inbox
         self.waiting: list[m.AddRequest] = []
         self.running: dict[int, Row] = {}
@@ -273,7 +274,7 @@ class MockEngine:
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    engine = MockEngine(Options(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3])
+    engine = MockEngine(Options(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3], config)
     engine.load(config)
     engine.run()
     engine.context.destroy(linger=500)

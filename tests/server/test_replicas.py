@@ -202,14 +202,6 @@ def test_sigterm_drains_both_and_leaves_no_process(tmp_path):
         assert "Traceback" not in server.log
 
 
-def test_replicas_end_with_a_killed_server():
-    with start() as server:
-        children = pids(server)
-        server.process.kill()
-        server.process.wait()
-        until(lambda: not [pid for pid in children if os.path.exists(f"/proc/{pid}")])
-
-
 def test_a_replica_that_cannot_load_ends_the_start():
     broken = {"1": {"fail": "weights are missing"}}
     with start(replicas=broken, ready=False) as server:

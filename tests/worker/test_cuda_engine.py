@@ -65,6 +65,9 @@ class AtOnce:
     def idle(self) -> bool:
         return False
 
+    def abandon(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         self._results.clear()
 

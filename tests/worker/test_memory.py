@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from octavo.types import ConfigError
-from octavo.worker.memory import plan_memory
+from octavo.worker.memory import left_for_cache, plan_memory
 from octavo.worker.sizes import MemoryPlan
 
 TOKEN_BYTES = 1000
@@ -20,9 +22,11 @@ def planned(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     chunked: bool = True,
+    replicas: int = 1,
     **cache: int,
 ) -> MemoryPlan:
     config = EngineConfig(
+        parallel=ParallelConfig(data_parallel_size=replicas),
         model=ModelConfig(max_model_len=max_model_len),
         cache=CacheConfig(**cache),
         scheduler=SchedulerConfig(
@@ -53,6 +57,18 @@ def test_the_cache_takes_forty_percent_of_what_is_free_at_most() -> None:
     plan = planned(available=100 << 20)
     assert plan.num_blocks == int((100 << 20) * 0.4) // 16_000
     assert "40%" in plan.reasons["kv_cache_memory_bytes"]
+
+
+def test_of_several_replicas_each_plans_with_its_part_of_the_memory() -> None:
+    """Whatever the others have taken by now."""
+    alone = ParallelConfig()
+    assert left_for_cache(alone, 100, 30) == 100
+    one_of_two = replace(alone, data_parallel_size=2, replica_memory=60)
+    assert left_for_cache(one_of_two, 100, 20) == 40
+    assert left_for_cache(one_of_two, 25, 20) == 25
+    assert left_for_cache(one_of_two, 100, 70) == 0
+    plan = planned(available=100 << 20, replicas=2)
+    assert "in this replica's 1/2 of the memory" in plan.reasons["kv_cache_memory_bytes"]
 
 
 def test_explicit_bytes_and_blocks_are_exact_and_need_no_reason() -> None:

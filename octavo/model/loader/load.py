@@ -84,7 +84,7 @@ def load_model(
         model.reasons["dtype"] = reason
         if name:
             model.reasons["quantization"] = f"{name}: {why}"
-        load_weights(model, source, dtype, progress, shares)
+        load_weights(model, source, dtype, progress, shares, config.parallel.rank_memory)
         _check_inputs(model, config.model)
         if cache_dtype is not None:
             model.reasons["kv_cache_dtype"] = settle_cache(model, source)
@@ -169,9 +169,11 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress,
     shares: Mapping[str, Share] | None = None,
+    most_bytes: int | None = None,
 ) -> None:
     """Part by part, so that the peak stays near the final size. ``shares``: see ``check_complete``,
-    which has been called with what all stages want; None: this is the only one."""
+    which has been called with what all stages want; None: this is the only one. ``most_bytes``: of
+    the memory that is free, this process's part."""
     parts = model.parts()
     wanted = wanted_by(parts)
     if shares is None:
@@ -181,7 +183,7 @@ def load_weights(
         name: cuts[name].shape(shape) if name in cuts else shape for name, shape in wanted.items()
     }
     model.weight_bytes, model.linear_bytes = weight_bytes(model, source, kept, dtype)
-    _check_free(model, source)
+    _check_free(model, source, most_bytes)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
     if model.rounding:
         ahead //= 8  # of dense weights, beside what becomes of them
@@ -237,10 +239,13 @@ def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if exact else dtype
 
 
-def _check_free(model: Model, source: WeightSource) -> None:
+def _check_free(model: Model, source: WeightSource, most_bytes: int | None) -> None:
     if model.device == "cpu":
         free, state = available_memory(), "are free"
         remedy = "use a smaller model or free memory"
+        if most_bytes is not None and most_bytes < free:
+            free, state = most_bytes, "are this replica's part of the memory"
+            remedy = "use a smaller model or --data-parallel-size"
     else:
         free, total = torch.cuda.mem_get_info()
         state = f"of the GPU's {total / GIB:.1f} are free"
