@@ -47,13 +47,15 @@ class Pair:
         self._stack = contextlib.ExitStack()
         self._ends: dict[str, contextlib.ExitStack] = {}
 
-    def start(self, name: str, ready: bool = True, **engine: Any) -> MockServer:
+    def start(self, name: str, ready: bool = True, key: str = "", **engine: Any) -> MockServer:
         port = self.ports[name == "two"]
         end = self._ends[name] = self._stack.enter_context(contextlib.ExitStack())
         engine = {**SLOW, "max_num_seqs": 64, "gate": str(self.gate), **engine}
         model = {"served_model_name": [name]}
         self.servers[name] = end.enter_context(
-            mock_server.start(engine, {"port": port}, model=model, ready=ready)
+            mock_server.start(
+                engine, {"port": port, "api_key": [key] * bool(key)}, model=model, ready=ready
+            )
         )
         return self.servers[name]
 
@@ -206,6 +208,23 @@ def test_errors_pass_through_in_octavos_form(front_over, pair):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperatur")
         one = front.client.get("/load")
         assert one.status_code == 404 and "its own address" in one.json()["error"]["message"]
+
+
+def test_a_key_that_is_wrong_is_told_whatever_the_body_and_costs_no_server_its_place(
+    front_over, pair
+):
+    """Servers say 401 before they read the body."""
+    for name in ("one", "two"):
+        pair.start(name, key="right")
+    with front_over(pair.ports) as front:
+        front.client.headers["authorization"] = "Bearer right"
+        wait_for_both(front)
+        body = b'{"prompt": "' + b"x" * (8 << 20) + b'"}'
+        headers = {"content-type": "application/json", "authorization": "Bearer wrong"}
+        for _ in range(20):
+            answer = front.client.post(COMPLETIONS, content=body, headers=headers)
+            assert answer.status_code == 401, (answer.text, front.log)
+        assert {ask(front) for _ in range(40)} == {"one", "two"}
 
 
 def test_real_servers_one_killed_and_back_again(front_over, model_r):
