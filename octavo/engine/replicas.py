@@ -113,7 +113,7 @@ class Replicas:
 
     def _serve_with(self, replicas: list[Replica]) -> None:
         """From now on requests are taken, and those who join are measured by these."""
-        self._info = common_info([r.found for r in replicas if r.found is not None])
+        self._info = common_info(replicas)
         self._opened.set()
 
     @property
@@ -299,7 +299,7 @@ class Replicas:
         if self._vocabulary is not None:
             replica.client.send_vocabulary(self._vocabulary)
         if self._info is not None or all(r.found for r in self.replicas):
-            self._info = common_info([r.found for r in self.replicas if r.found is not None])
+            self._info = common_info(self.replicas)
         now = time.monotonic()
         others = [r.load(now).recent for r in self.replicas if r is not replica and r.serves]
         mean = sum(others) / len(others) if others else 0.0
