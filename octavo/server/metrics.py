@@ -239,7 +239,7 @@ class Metrics(Collector):
             "reason",
         )
         for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
-            yield gauge(name, "Share of KV blocks held by sequences, 0 to 1", _usage)
+            yield gauge(name, "Share of KV blocks held by sequences, 0 to 1", kv_cache_usage)
         yield self._of_engines(
             GaugeMetricFamily, "octavo_kv_blocks", "KV blocks by state", _blocks, "state"
         )
@@ -459,6 +459,8 @@ def _blocks(replica: Replica) -> dict[str, float]:
     return {"used": stats.blocks_used, "cached": stats.blocks_cached, "free": stats.blocks_free}
 
 
-def _usage(replica: Replica) -> float:
-    num_blocks = sum((blocks := _blocks(replica)).values())
-    return blocks["used"] / num_blocks if num_blocks else 0.0
+def kv_cache_usage(*replicas: Replica) -> float:
+    """The share of their KV blocks that sequences hold, 0 to 1; 0 without any."""
+    all_blocks = [_blocks(replica) for replica in replicas]
+    num_blocks = sum(sum(blocks.values()) for blocks in all_blocks)
+    return sum(blocks["used"] for blocks in all_blocks) / num_blocks if num_blocks else 0.0

@@ -19,7 +19,7 @@ from octavo.grammar.vocabulary import Vocabulary
 from octavo.server.errors import NotFound
 from octavo.server.grammars import GrammarChecker
 from octavo.server.keys import Keys
-from octavo.server.metrics import Metrics
+from octavo.server.metrics import Metrics, kv_cache_usage
 from octavo.server.tools.setup import Parsing
 from octavo.server.workers import Workers
 from octavo.text import sandbox
@@ -84,22 +84,27 @@ class ServerState:
             raise EngineDead(problem or "the model is still loading")
 
     def load(self) -> dict[str, object]:
-        """How much there is to do, for load balancers: HTTP requests being generated for, and
-        sequences in the engines and in each of them. Of several API processes the sum."""
+        """How much there is to do, for load balancers: HTTP requests being generated for (vLLM's
+        ``server_load``), sequences in the engines and in each of them, and the share of KV blocks
+        that these hold, 0 to 1 (in the whole that of the engines that serve; 0 without one). Of
+        several API processes the sum."""
         totals = self.metrics.totals()
-        serving = {replica.index for replica in self.client.replicas if replica.serves}
+        replicas = {replica.index: replica for replica in self.client.replicas}
         return {
             "server_load": totals.num_in_flight,
             "num_running": totals.num_running,
             "num_waiting": totals.num_waiting,
+            "kv_cache_usage": kv_cache_usage(*(r for r in replicas.values() if r.serves)),
             "engines": [
                 {
                     "engine": index,
-                    "serves": index in serving,
+                    "serves": replicas[index].serves,
                     "num_running": engine.num_running,
                     "num_waiting": engine.num_waiting,
+                    "kv_cache_usage": kv_cache_usage(replicas[index]),
                 }
                 for index, engine in totals.engines.items()
+                if index in replicas
             ],
         }
 

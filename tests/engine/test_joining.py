@@ -34,8 +34,9 @@ from octavo.flags import from_flags
 from octavo.types import ConfigError, EngineLost, FinishReason, RequestTimings
 from octavo.wire import Wire
 from tests.engine.test_client import collect, first, mock_command
-from tests.engine.test_replicas import running, submit, text_of, until
+from tests.engine.test_replicas import running, submit, text_of
 from tests.engine.toy import toy_info
+from tests.fixtures.waiting import PATIENCE, come
 
 SLOW = {"step_seconds": 0.02}
 
@@ -97,7 +98,7 @@ def test_joined_replica_serves_and_its_place_is_free_when_it_goes(checkpoint):
             assert client.num_serving == 1 and client.problem() is None
             assert client.replicas[1].facts()["place"] == "another node, which has not joined yet"
             async with node(checkpoint, client.port) as joined:
-                await until(lambda: client.num_serving == 2)
+                await come(lambda: client.num_serving == 2)
                 assert client.replicas[1].facts()["place"] == f"node {socket.gethostname()}"
                 streams = [submit(client, f"say:text {i}") for i in range(8)]
                 assert running(client) == [4, 4]
@@ -105,13 +106,13 @@ def test_joined_replica_serves_and_its_place_is_free_when_it_goes(checkpoint):
                     tokens, _ = await collect(stream)
                     assert text_of(tokens) == f"text {i}"
                 joined.stop()
-                await asyncio.wait_for(joined.task, 20)
-            await until(lambda: client.replicas[1].facts()["pid"] is None)
+                await asyncio.wait_for(joined.task, PATIENCE)
+            await come(lambda: client.replicas[1].facts()["pid"] is None)
             assert client.num_serving == 1 and client.problem() is None
             tokens, _ = await collect(submit(client, "say:alone"))
             assert text_of(tokens) == "alone"
             async with node(checkpoint, client.port):
-                await until(lambda: client.num_serving == 2)
+                await come(lambda: client.num_serving == 2)
 
     asyncio.run(main())
 
@@ -119,14 +120,14 @@ def test_joined_replica_serves_and_its_place_is_free_when_it_goes(checkpoint):
 def test_node_that_is_told_to_stop_finishes_what_it_has(checkpoint):
     async def main():
         async with head(checkpoint) as client, node(checkpoint, client.port, drain=60) as joined:
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 2)
             streams = [submit(client, "say:" + "x" * 200, max_tokens=300) for _ in range(4)]
             await asyncio.gather(*(first(stream) for stream in streams))
             joined.stop()
-            await until(lambda: client.num_serving == 1)
+            await come(lambda: client.num_serving == 1)
             assert client.replicas[1].client.num_open == 2, "it still has what it had"
             assert [len(text_of((await collect(s))[0])) > 190 for s in streams] == [True] * 4
-            assert await asyncio.wait_for(joined.task, 20) == 0
+            assert await asyncio.wait_for(joined.task, PATIENCE) == 0
 
     asyncio.run(main())
 
@@ -138,13 +139,13 @@ def test_head_without_replicas_of_its_own_waits_for_the_first(checkpoint):
             await asyncio.sleep(0.2)
             assert not ready.done() and "no node has joined" in client.problem()
             async with node(checkpoint, client.port):
-                info = await asyncio.wait_for(ready, 20)
+                info = await asyncio.wait_for(ready, PATIENCE)
                 assert info.vocab_size == 260
                 assert text_of((await collect(submit(client, "say:hello")))[0]) == "hello"
-            await until(lambda: client.problem() is not None)
+            await come(lambda: client.problem() is not None)
             assert not client.dead.is_set(), "another may come"
             async with node(checkpoint, client.port):
-                await until(lambda: client.problem() is None)
+                await come(lambda: client.problem() is None)
 
     asyncio.run(main())
 
@@ -152,14 +153,14 @@ def test_head_without_replicas_of_its_own_waits_for_the_first(checkpoint):
 def test_killed_engine_of_a_node_is_started_again_and_joins(checkpoint):
     async def main():
         async with head(checkpoint) as client, node(checkpoint, client.port):
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 2)
             streams = [submit(client, "endless", max_tokens=100) for _ in range(2)]
             await asyncio.gather(*(first(stream) for stream in streams))
             lost = client.replicas[1].client.pid
             os.kill(lost, signal.SIGKILL)
             results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
             assert sum(isinstance(result, EngineLost) for result in results) == 1
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 2)
             assert client.replicas[1].client.pid != lost
 
     asyncio.run(main())
@@ -168,11 +169,11 @@ def test_killed_engine_of_a_node_is_started_again_and_joins(checkpoint):
 def test_node_joins_again_when_the_head_does_not_know_it_any_more(checkpoint):
     async def main():
         async with head(checkpoint) as client, node(checkpoint, client.port):
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 2)
             lost = client.replicas[1].client.pid
             client.replicas[1].spec.launcher._guest.part("for this test")
-            await until(lambda: client.num_serving == 1)
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 1)
+            await come(lambda: client.num_serving == 2)
             assert client.replicas[1].client.pid != lost
 
     asyncio.run(main())
@@ -187,7 +188,7 @@ def test_engine_that_was_given_up_cannot_come_back_in_anothers_place(
 
     async def main():
         async with head(checkpoint) as client, node(checkpoint, client.port):
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 2)
             place = client.replicas[1].spec.launcher
             earlier = config_of()
             earlier = replace(earlier, parallel=replace(earlier.parallel, session="an earlier one"))
@@ -199,7 +200,7 @@ def test_engine_that_was_given_up_cannot_come_back_in_anothers_place(
                 streams = [submit(client, f"say:{i} {j}") for j in range(2)]
                 assert running(client) == [1, 1]
                 for j, stream in enumerate(streams):
-                    tokens, _ = await asyncio.wait_for(collect(stream), 20)
+                    tokens, _ = await asyncio.wait_for(collect(stream), PATIENCE)
                     assert text_of(tokens) == f"{i} {j}"
             stale.kill()
             await stale.wait()
@@ -210,13 +211,13 @@ def test_engine_that_was_given_up_cannot_come_back_in_anothers_place(
 def test_more_nodes_than_places_stand_by(checkpoint):
     async def main():
         async with head(checkpoint) as client, node(checkpoint, client.port) as joined:
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 2)
             place = client.replicas[1].client.pid
             async with node(checkpoint, client.port):
-                await until(lambda: len(client.door._guests) == 2)
+                await come(lambda: len(client.door._guests) == 2)
                 joined.stop()
-                await until(lambda: client.replicas[1].client.pid not in (place, None))
-                await until(lambda: client.num_serving == 2)
+                await come(lambda: client.replicas[1].client.pid not in (place, None))
+                await come(lambda: client.num_serving == 2)
 
     asyncio.run(main())
 
@@ -226,12 +227,12 @@ def test_silent_node_loses_its_place_to_one_that_asks(checkpoint, monkeypatch):
 
     async def main():
         async with head(checkpoint) as client, node(checkpoint, client.port):
-            await until(lambda: client.num_serving == 2)
+            await come(lambda: client.num_serving == 2)
             client.replicas[1].spec.launcher._guest.take = lambda message, now: None  # unheard
             await asyncio.sleep(1.0)
             async with node(checkpoint, client.port):
-                await until(lambda: client.replicas[1].client.problem() is not None)
-                await until(lambda: client.num_serving == 2)
+                await come(lambda: client.replicas[1].client.problem() is not None)
+                await come(lambda: client.num_serving == 2)
 
     asyncio.run(main())
 
@@ -257,7 +258,7 @@ def test_node_that_does_not_fit_is_refused_with_the_difference(
     async def main():
         async with head(checkpoint) as client, node(other, client.port, **flags) as refused:
             with pytest.raises(ConfigError, match=why):
-                await asyncio.wait_for(refused.task, 20)
+                await asyncio.wait_for(refused.task, PATIENCE)
             assert client.num_serving == 1
 
     asyncio.run(main())
@@ -273,7 +274,7 @@ def test_node_with_another_secret_is_refused(checkpoint, tmp_path_factory):
             node(checkpoint, client.port, cluster_secret_file=str(file)) as refused,
         ):
             with pytest.raises(ConfigError, match="does not accept this cluster secret"):
-                await asyncio.wait_for(refused.task, 20)
+                await asyncio.wait_for(refused.task, PATIENCE)
 
     asyncio.run(main())
 
@@ -286,7 +287,7 @@ def test_engine_with_other_facts_is_sent_away_and_its_node_told_why(checkpoint):
             node(checkpoint, client.port, options=other) as refused,
         ):
             with pytest.raises(ConfigError, match="256 tokens of a request, the head for 512"):
-                await asyncio.wait_for(refused.task, 20)
+                await asyncio.wait_for(refused.task, PATIENCE)
             assert client.num_serving == 1 and client.info.max_model_len == 512
 
     asyncio.run(main())
@@ -298,7 +299,7 @@ def test_another_version_is_named_and_what_cannot_be_read_is_refused(checkpoint)
     async def ask(wire, client, raw):
         link = wire.dial(zmq.DEALER, client.door.endpoint)
         link.send(raw)
-        await until(lambda: link.poll(0))
+        await come(lambda: link.poll(0))
         answer = json.loads(json.dumps(msgspec.msgpack.decode(link.recv())))
         link.close()
         return answer["why"]
@@ -321,12 +322,12 @@ def test_head_that_is_gone_takes_the_nodes_engine_with_it(checkpoint):
         async with head(checkpoint, step_deadline=1.0) as client:
             port = client.port
             async with node(checkpoint, port):
-                await until(lambda: client.num_serving == 2)
+                await come(lambda: client.num_serving == 2)
                 pid = client.replicas[1].client.pid
                 os.kill(pid, 0)
                 await client.close()
                 await client.door.close()
-                await until(lambda: not alive(pid))
+                await come(lambda: not alive(pid))
 
     asyncio.run(main())
 

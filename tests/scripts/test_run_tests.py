@@ -24,10 +24,13 @@ def run_tests():
 def test_what_one_part_leaves_out_is_the_other_part(run_tests):
     (_, together), (_, alone) = run_tests.phases(["-q"], 2)
     assert together[:2] == ["-n", "2"]
-    left_out = [word.removeprefix("--ignore=") for word in together if word.startswith("--ignore=")]
-    assert left_out == alone and all(Path(path).is_dir() for path in alone)
     (_, one_by_one), _ = run_tests.phases([], 1)
     assert "-n" not in one_by_one
+    parts = [*one_by_one, *alone]
+    assert len(parts) == len({*parts}) and len(alone) == len(run_tests.ALONE)
+    tests = SCRIPT.parents[1] / "tests"
+    for file in tests.rglob("test_*.py"):
+        assert sum(file.is_relative_to(part) for part in parts) == 1, file
 
 
 def test_what_is_named_runs_alone(run_tests):

@@ -148,14 +148,15 @@ def start(
     parallel: dict[str, Any] | None = None,
 ) -> Iterator[MockServer]:
     """``marks``: further control tokens; ``said`` has the engine say them."""
-    port = free_port()
+    port = (server or {}).get("port") or free_port()
     with tempfile.TemporaryDirectory() as directory:
         write_byte_tokenizer(Path(directory), bos, template, marks)
         settings = {
             "path": directory,
             "engine": {"vocab_size": 260 + len(marks), **(engine or {})},
             "server": {"port": port, **(server or {})},
-            "scheduler": scheduler or {},
+            # On a slow machine the wait that is predicted would have requests refused.
+            "scheduler": {"max_queue_wait": 1000.0, **(scheduler or {})},
             "model": model or {},
             "parallel": parallel or {},
         }
@@ -202,7 +203,9 @@ def main() -> int:
     settings = json.loads(sys.argv[1])
     path = settings["path"]
     config = EngineConfig(
-        model=ModelConfig(model=path, served_model_name=["mock", "alias"], **settings["model"]),
+        model=ModelConfig(
+            **{"model": path, "served_model_name": ["mock", "alias"], **settings["model"]}
+        ),
         scheduler=SchedulerConfig(**settings["scheduler"]),
         parallel=ParallelConfig(**settings["parallel"]),
     )

@@ -204,6 +204,24 @@ def test_graphs_that_idle_moments_have_yet_to_capture_are_counted_down():
         until(lambda: 0 < server.metric("octavo_graphs_pending") < seen)
 
 
+def test_load_says_how_much_there_is_to_do():
+    with mock_server.start(engine={**SLOW, "max_num_seqs": 2, "num_blocks": 3000}) as server:
+        idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0}
+        assert server.load() == {
+            "server_load": 0, **idle, "engines": [{"engine": 0, "serves": True, **idle}],
+        }  # fmt: skip
+        streams = [Stream(server) for _ in range(2)]
+        third = threading.Thread(target=Stream, args=(server,), daemon=True)
+        third.start()
+        busy = until(lambda: (found := server.load())["num_waiting"] == 1 and found)
+        assert (busy["server_load"], busy["num_running"]) == (3, 2)
+        # Of the mock's blocks each sequence holds one.
+        assert busy["kv_cache_usage"] == busy["engines"][0]["kv_cache_usage"] == 2 / 3000
+        server.process.kill()
+        for stream in streams:
+            stream.join()
+
+
 def test_conservation_of_requests_and_metrics_of_a_busy_server():
     with mock_server.start(engine=SLOW) as server:
         streams = [Stream(server) for _ in range(3)]

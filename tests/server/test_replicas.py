@@ -120,6 +120,7 @@ def test_both_serve_and_each_has_its_own_figures(pair):
     load = pair.client.get("/load").json()
     assert load["num_running"] == 0
     assert [engine["serves"] for engine in load["engines"]] == [True, True]
+    assert {engine["kv_cache_usage"] for engine in load["engines"]} == {load["kv_cache_usage"]}
 
 
 def test_an_answer_that_had_sent_nothing_is_whole_although_its_replica_died():
