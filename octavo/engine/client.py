@@ -226,9 +226,9 @@ class ProcessClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._loop.remove_reader(self._inbox.fileno())
+        self._launcher.unbind()
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
-        self._launcher.unbind()
         self._context.term()
         self._remove_directory()
 
