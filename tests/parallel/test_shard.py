@@ -39,7 +39,7 @@ def test_any_size_up_to_the_heads_divides_them(size: int) -> None:
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match="13: the model has 12 attention heads.*use 1 to 12"):
+    with pytest.raises(ConfigError, match=r"13: the model has 12 attention heads.*use 1 to 12"):
         Shard(0, 13).heads(12, 3)
 
 
