@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import contiguous, guide_quantization
+from benchmarks import contiguous, guide_parallel, guide_quantization
 from benchmarks import cpu_workload as workload
 from benchmarks.claims_page import write_page
 from benchmarks.cpu_workload import Work
@@ -335,6 +335,11 @@ MEASUREMENTS: dict[str, Callable[[], list[Claim]]] = {
 }
 
 
+def _others() -> list[dict[str, Any]]:
+    """What other benchmarks have measured."""
+    return guide_quantization.claims() + guide_parallel.claims()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=MEASUREMENTS, help="and write no file")
@@ -342,7 +347,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.page:
         kept = json.loads((RESULTS / "guide_claims.json").read_text())
-        console.print(write_page(kept["claims"] + guide_quantization.claims(), kept["environment"]))
+        console.print(write_page(kept["claims"] + _others(), kept["environment"]))
         return
     claims = []
     for name in options.only or MEASUREMENTS:
@@ -357,7 +362,7 @@ def main() -> None:
     if not options.only:
         entries = [asdict(claim) for claim in claims]
         file = save("guide_claims", {"claims": entries})
-        page = write_page(entries + guide_quantization.claims(), environment())
+        page = write_page(entries + _others(), environment())
         console.print(f"saved {file} and {page}")
 
 

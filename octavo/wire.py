@@ -82,12 +82,18 @@ class Wire:
     """The TCP sockets of one ZMQ context. ``secret`` None: loopback addresses alone, and nothing
     is encrypted there; the sockets of other transports (ipc) are never touched.
 
+    ``patient``: a connection is never given up while both ends live, so that nothing is lost of
+    what crosses a link that was cut for a while: for those who watch their peers themselves.
+
     ``close`` before the context is ended: an authenticator runs in a thread of its own. Sockets
     are the caller's to close.
     """
 
-    def __init__(self, context: zmq.Context[Any], secret: bytes | None) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], secret: bytes | None, patient: bool = False
+    ) -> None:
         self._context = context
+        self._patient = patient
         self._keys = Keys.of(secret) if secret is not None else None
         self._doorman: ThreadAuthenticator | None = None
 
@@ -112,7 +118,7 @@ class Wire:
                 f"{address} can be reached from other hosts, and there is no secret to guard it: "
                 f"{CLUSTER_SECRET_REMEDY}"
             )
-        _prepare(socket, address)
+        self._prepare(socket, address)
         if address.startswith("tcp:") and self._keys is not None:
             self._guard(self._keys)
             socket.curve_server = True
@@ -143,7 +149,7 @@ class Wire:
 
     def connect(self, socket: Socket, endpoint: str, within: float | None = None) -> None:
         """As ``dial``, for a socket of the context that is there."""
-        _prepare(socket, endpoint)
+        self._prepare(socket, endpoint)
         if endpoint.startswith("tcp:") and self._keys is not None:
             socket.curve_serverkey = self._keys.server[0]
             socket.curve_publickey, socket.curve_secretkey = self._keys.client
@@ -165,25 +171,25 @@ class Wire:
         socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped because a peer is slow
         return socket
 
+    def _prepare(self, socket: Socket, address: str) -> None:
+        if not address.startswith("tcp:"):
+            return
+        socket.ipv6 = "[" in address
+        socket.linger = SILENCE_MS  # what a peer that has gone was to get never holds up an end
+        socket.handshake_ivl = HANDSHAKE_MS
+        socket.connect_timeout = CONNECT_MS
+        socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS
+        if not self._patient:
+            socket.heartbeat_ivl = PING_MS
+            socket.heartbeat_timeout = socket.heartbeat_ttl = SILENCE_MS
+            socket.tcp_maxrt = SILENCE_MS  # sent, and not acknowledged for so long
+
     def _guard(self, keys: Keys) -> None:
         """Of each context ZMQ asks one authenticator."""
         if self._doorman is None:
             self._doorman = ThreadAuthenticator(self._context)
             self._doorman.start()
             self._doorman.configure_curve_callback("octavo", _OneClient(keys.client[0]))
-
-
-def _prepare(socket: Socket, address: str) -> None:
-    if not address.startswith("tcp:"):
-        return
-    socket.ipv6 = "[" in address
-    socket.linger = SILENCE_MS  # what a peer that has gone was to get never holds up an end
-    socket.heartbeat_ivl = PING_MS
-    socket.heartbeat_timeout = socket.heartbeat_ttl = SILENCE_MS
-    socket.handshake_ivl = HANDSHAKE_MS
-    socket.connect_timeout = CONNECT_MS
-    socket.tcp_maxrt = SILENCE_MS  # sent, and not acknowledged for so long
-    socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS
 
 
 class Connections:

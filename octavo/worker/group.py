@@ -194,7 +194,8 @@ class GroupExecutor:
         """Raises ConfigError for an address of --master-addr and --master-port that cannot be
         had."""
         parallel = self._config.parallel
-        self._wire = Wire(self._context, cluster_secret(parallel.cluster_secret_file))
+        secret = cluster_secret(parallel.cluster_secret_file)
+        self._wire = Wire(self._context, secret, patient=True)
         address = f"ipc://{self._directory}/workers-{os.getpid()}"
         if parallel.nnodes > 1:
             address = node_endpoint(parallel)

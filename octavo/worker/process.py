@@ -157,7 +157,7 @@ class Connection:
     def __init__(self, endpoint: str, rank: int, config: EngineConfig) -> None:
         secret = cluster_secret(config.parallel.cluster_secret_file)
         self._context = zmq.Context()
-        self._wire = Wire(self._context, secret)
+        self._wire = Wire(self._context, secret, patient=True)
         self._endpoint = endpoint
         self._config = config
         self.rank = rank

@@ -29,7 +29,7 @@ def test_the_heart_beats_until_the_loop_closes_and_closes_its_own_socket(tmp_pat
     with zmq.Context() as context, context.socket(zmq.PULL) as client:
         client.bind(addresses[1])
         loop = EngineLoop(EngineConfig(), *addresses)
-        loop.engine = toy_engine()[0]
+        loop.engine, loop._executor = toy_engine()
         loop._heart = heart = Heart(loop._seats, loop)
         heart.start()
         assert client.poll(2000)

@@ -33,10 +33,12 @@ SERVE_COMMANDS = [
     f"vllm serve {LLAMA} --quantization fp8",
     f"vllm serve {LLAMA} --quantization fp8 \\\n--quantization-fp8-dynamic",
 ]
-LATER_COMMANDS = [
+PARALLEL_COMMANDS = [  # a process for each device: as many CPUs, in the tests
     f"vllm serve {LLAMA} --tensor-parallel-size 4",
     f"vllm serve {LLAMA} --tensor-parallel-size 2 --pipeline-parallel-size 2",
     f"vllm serve {LLAMA} --tensor-parallel-size 4 --pipeline-parallel-size 2",
+]
+LATER_COMMANDS = [
     f'vllm serve {LLAMA} --speculative-model "[ngram]" \\\n--num-speculative-tokens 5',
     f"vllm serve {LLAMA} \\\n--speculative-model meta-llama/Llama-3-1B \\\n"
     "--num-speculative-tokens 5",
@@ -67,7 +69,10 @@ def hub_environment(
         yield hub.environment(tmp_path_factory.mktemp("hf"))
 
 
-@pytest.mark.parametrize("command", SERVE_COMMANDS)
+FULL = [pytest.param(command, marks=pytest.mark.net) for command in PARALLEL_COMMANDS[::2]]
+
+
+@pytest.mark.parametrize("command", [*SERVE_COMMANDS, PARALLEL_COMMANDS[1], *FULL])
 def test_a_serve_command_answers(command: str, hub_environment: dict[str, str]) -> None:
     model, *flags = tokens(command)
     with server.start(model, *flags, env=hub_environment) as running:
@@ -99,7 +104,7 @@ def test_a_command_of_a_later_version_says_so(
 
 def test_every_command_stands_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "guide-commands.md").read_text()
-    for command in SERVE_COMMANDS + LATER_COMMANDS:
+    for command in SERVE_COMMANDS + PARALLEL_COMMANDS + LATER_COMMANDS:
         for word in tokens(command):
             if word.startswith("--"):
                 assert word in page, word

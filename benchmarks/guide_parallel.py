@@ -1,0 +1,91 @@
+"""The guide's words on several devices, from what benchmarks/parallel.py and benchmarks/routing.py
+kept."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.report import RESULTS
+
+ONE, MANY, PROMPTS = (
+    "1 stream, 128 in, 64 out",
+    "16 streams, 128 in, 64 out",
+    "prompts of 1,024 alone",
+)
+
+
+def claims() -> list[dict[str, Any]]:
+    """As ``Claim``; rows without figures are left out."""
+    ways = _kept("parallel").get("ways", {})
+    found = []
+    if ways:
+        found += [_tensor(ways), _pipeline(ways), _replicas(ways)]
+    found.append(
+        {
+            "topic": "tensor parallelism: divisibility",
+            "guide": "N must divide the number of heads",
+            "measured": "9 heads with 3 of keys: greedy ids on 2 and 3 ranks are those of one "
+            "(tests/net/test_ranks.py); 6 heads with 3 of keys on 4 ranks: logits within 1e-3",
+            "verdict": "not true here, because shares may be uneven and heads of keys replicated: "
+            "any N up to the number of heads",
+        }
+    )
+    return found
+
+
+def _kept(name: str) -> dict[str, Any]:
+    file = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
+def _shares(ways: dict[str, Any], way: str) -> str:
+    one, own = ways["one"]["rows"], ways[way]["rows"]
+    shown = (
+        f"{own[row]['tokens_per_second'] / one[row]['tokens_per_second']:.2f}× ({row})"
+        for row in (ONE, MANY, PROMPTS)
+    )
+    return ", ".join(shown)
+
+
+def _tensor(ways: dict[str, Any]) -> dict[str, Any]:
+    link = ways["tensor parallel 2"]["all_reduce"]
+    return {
+        "topic": "tensor parallelism",
+        "guide": "two all-reduces a layer want a fast link; small batches are held back by it",
+        "measured": f"SmolLM2, 2 processes of one core against one of two, an all-reduce of 8 KiB "
+        f"{link['8 KiB, us']:.0f} µs: {_shares(ways, 'tensor parallel 2')}",
+        "verdict": "true: the fewer rows, the more of a step is waiting",
+    }
+
+
+def _pipeline(ways: dict[str, Any]) -> dict[str, Any]:
+    own = ways["pipeline 2"]
+    bubble = own.get("bubble_fraction")
+    said = "" if bubble is None else f"; bubble {bubble:.0%} at the end of the last row"
+    return {
+        "topic": "pipeline parallelism",
+        "guide": "little traffic, fit for slow links; bubbles make it somewhat slower than tensor "
+        "parallelism",
+        "measured": f"SmolLM2, 2 stages of one core against one process of two: "
+        f"{_shares(ways, 'pipeline 2')}{said}",
+        "verdict": "true of traffic; not true here of speed, because gloo's all-reduces cost more "
+        "than bubbles: on this machine stages are the faster half",
+    }
+
+
+def _replicas(ways: dict[str, Any]) -> dict[str, Any]:
+    routing = _kept("routing")
+    tight = routing.get("cases", {}).get("tight", {}) if routing else {}
+    hits = ""
+    if {"prefix", "one"} <= tight.keys():
+        share = tight["prefix"]["hit_rate"] / tight["one"]["hit_rate"]
+        hits = f"; routing by prefixes keeps {share:.2f}× of one engine's hit rate"
+    return {
+        "topic": "data parallelism",
+        "guide": "a replica on each node, balanced",
+        "measured": f"SmolLM2, 2 replicas of one core against one engine of two: "
+        f"{_shares(ways, 'replicas 2')}{hits}",
+        "verdict": "true; on one CPU both share the memory's bandwidth",
+    }
