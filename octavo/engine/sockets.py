@@ -88,9 +88,9 @@ class ClientSockets:
     def close(self) -> None:
         if self._reads:
             self._loop.remove_reader(self._inbox.fileno())
+        self._launcher.unbind()  # while the sockets that it watches are there
         for socket in self._made:
             socket.close(linger=0)
-        self._launcher.unbind()
         self._context.term()
         if self._owns_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
