@@ -77,11 +77,14 @@ def _pipeline(ways: dict[str, Any]) -> dict[str, Any]:
 
 def _replicas(ways: dict[str, Any]) -> dict[str, Any]:
     routing = _kept("routing")
-    tight = routing.get("cases", {}).get("tight", {}) if routing else {}
     hits = ""
-    if {"prefix", "one"} <= tight.keys():
-        share = tight["prefix"]["hit_rate"] / tight["one"]["hit_rate"]
-        hits = f"; routing by prefixes keeps {share:.2f}× of one engine's hit rate"
+    if routing:
+        rows = routing["results"]["tight"]["rows"]
+        kept, random = (rows[way]["of_one"] for way in ("prefix", "random"))
+        hits = (
+            f"; of one engine's prefix hits, routing by prefixes keeps {kept:.2f}×, at random "
+            f"{random:.2f}×"
+        )
     return {
         "topic": "data parallelism",
         "guide": "a replica on each node, balanced",

@@ -140,8 +140,7 @@ async def converse(client: Replicas, work: Workload, index: int, system: list[in
 
 async def serve(config: EngineConfig, router: type[Router], work: Workload) -> dict[str, Any]:
     """All conversations on fresh engines."""
-    client = Replicas(local_replicas(config))
-    client.router = router()
+    client = Replicas(local_replicas(config), router=router())
     await client.start()
     try:
         await client.ready()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import socket as sockets
 import time
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -113,6 +114,7 @@ class Wire:
 
     def bind(self, socket: Socket, address: str) -> str:
         """As ``listen``, for a socket of the context that is there. Returns the endpoint."""
+        address = _numeric(address)
         if address.startswith("tcp:") and self._keys is None and not is_loopback(address):
             raise ConfigError(
                 f"{address} can be reached from other hosts, and there is no secret to guard it: "
@@ -190,6 +192,23 @@ class Wire:
             self._doorman = ThreadAuthenticator(self._context)
             self._doorman.start()
             self._doorman.configure_curve_callback("octavo", _OneClient(keys.client[0]))
+
+
+def _numeric(address: str) -> str:
+    """``tcp://NAME:PORT`` with NAME's address, for ZMQ binds to no names. Raises ConfigError."""
+    if not address.startswith("tcp:"):
+        return address
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if host == "*" or host.startswith("[") or host in (name for _, name in sockets.if_nameindex()):
+        return address
+    try:
+        found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{address}: {host} is no address and no known name ({error})") from None
+    # An IPv4 address where it has one.
+    family, *_, place = min(found, key=lambda entry: entry[0] != sockets.AF_INET)
+    known = f"[{place[0]}]" if family == sockets.AF_INET6 else place[0]
+    return f"tcp://{known}:{port}"
 
 
 class Connections:

@@ -118,6 +118,16 @@ def test_without_a_secret_nothing_listens_to_other_hosts(address):
         head.listen(zmq.PULL, address)
 
 
+def test_names_of_this_machine_are_bound_to_their_addresses():
+    with ends(SECRET, SECRET) as (head, peer):
+        puller, endpoint = head.listen(zmq.PULL, "tcp://localhost:0")
+        assert endpoint.startswith("tcp://127.0.0.1:")
+        peer.dial(zmq.PUSH, endpoint.replace("127.0.0.1", "localhost"), within=20).send(b"hello")
+        assert received(puller, 20) == b"hello"
+        with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid is no address"):
+            head.listen(zmq.PULL, "tcp://no.such.host.invalid:0")
+
+
 def test_taken_port_is_named():
     with ends(SECRET) as (head,):
         _, endpoint = head.listen(zmq.PULL, ANYWHERE)

@@ -623,6 +623,8 @@ class Scheduler:
             assert request.slot == slot and request.state is State.RUNNING
             assert running.computed[slot] <= running.total[slot] <= running.limit[slot]
             assert running.known[slot] <= running.total[slot]
+            draws = running.total[slot] - running.known[slot]  # in flight
+            assert draws <= (1 if self._groups else self._most_in_flight)
             assert running.computed[slot] <= running.capacity[slot]
             assert running.capacity[slot] == len(request.blocks) * self.pool.block_size
         for request in self.waiting:

@@ -11,16 +11,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from octavo.config import EngineConfig
 from octavo.engine.accounts import Accounts, Entry, Origin
@@ -44,12 +40,10 @@ from octavo.engine.messages import (
     Ready,
     ResetPrefixCache,
     SetVocabulary,
-    ToEngine,
-    encoder,
-    from_engine_decoder,
     num_ids,
     shift,
 )
+from octavo.engine.sockets import ClientSockets
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.types import ConfigError, EngineDead, EngineLost, FinishReason
@@ -130,41 +124,19 @@ class ProcessClient:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         self.dead = asyncio.Event()
-        own = self.seat.directory or Path(tempfile.mkdtemp(prefix="octavo-"))
-        self.directory = own  # of the sockets
-        self._context = zmq.Context()
-        try:
-            self._outbox = self._bound(zmq.PUSH, "inbox")
-            self._inbox = self._bound(zmq.PULL, "outbox")
-        except ConfigError:
-            self._drop_sockets()
-            raise
-        except zmq.ZMQError as error:
-            self._drop_sockets()
-            raise ConfigError(
-                f"cannot make a socket in {own}: {os.strerror(error.errno or 0)}; set "
-                "TMPDIR to another directory"
-            ) from None
+        self._sockets = ClientSockets(
+            self._launcher, self.seat.index, self.seat.directory, self._handle, self._on_cut
+        )
         self._has_sockets = True
-        self._loop.add_reader(self._inbox.fileno(), self._read)
         self._tasks = [self._loop.create_task(self._watch_heartbeat())]
         if self.seat.index == 0:
             await self._start_engine()
         else:
             self._tasks.append(self._loop.create_task(self._say_hello()))
 
-    def _drop_sockets(self) -> None:
-        self._launcher.unbind()
-        self._context.destroy(linger=0)
-        self._remove_directory()
-
     async def _start_engine(self) -> None:
-        address, seats = self._launcher.address, range(self.seat.count)
-        inboxes, outboxes = (
-            ",".join(address(self.directory, f"{name}-{index}") for index in seats)
-            for name in ("inbox", "outbox")
-        )
-        self._child = await self._launcher.launch(inboxes, outboxes, self.config)
+        addresses = self._sockets.addresses(self.seat.count)
+        self._child = await self._launcher.launch(*addresses, self.config)
         self._tasks.append(self._loop.create_task(self._watch_child(self._child)))
         self._tasks.append(self._loop.create_task(self._watch_leaving(self._child)))
 
@@ -172,7 +144,7 @@ class ProcessClient:
         """Until the engine has connected."""
         while True:
             with contextlib.suppress(EngineDead):
-                self._send(Hello(client=self.seat.index))
+                self._sockets.send(Hello(client=self.seat.index))
                 return
             await asyncio.sleep(0.05)
 
@@ -186,6 +158,11 @@ class ProcessClient:
         if self._info is None:
             raise EngineDead("the model is still loading")
         return self._info
+
+    @property
+    def directory(self) -> Path:
+        """Of the sockets."""
+        return self._sockets.directory
 
     @property
     def pid(self) -> int | None:
@@ -225,16 +202,7 @@ class ProcessClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._loop.remove_reader(self._inbox.fileno())
-        self._inbox.close(linger=0)
-        self._outbox.close(linger=0)
-        self._launcher.unbind()
-        self._context.term()
-        self._remove_directory()
-
-    def _remove_directory(self) -> None:
-        if self.seat.directory is None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        self._sockets.close()
 
     # ---- counts ----
 
@@ -317,7 +285,7 @@ class ProcessClient:
         request = origin.request
         if offset := self._clock_offset:
             request = msgspec.structs.replace(request, arrival=request.arrival - offset)
-        self._send(request)
+        self._sockets.send(request)
         self._accounts.enter(origin, stream)
 
     def check_queue(self, num_requests: int, num_tokens: int = 0, num_sequences: int = 1) -> None:
@@ -345,7 +313,7 @@ class ProcessClient:
         call = self.allocate(1)
         self._calls[call] = self._loop.create_future()
         try:
-            self._send(ResetPrefixCache(call=call))
+            self._sockets.send(ResetPrefixCache(call=call))
             return await self._calls[call]
         finally:
             del self._calls[call]
@@ -354,7 +322,7 @@ class ProcessClient:
         """Before the first request with a grammar."""
         if not self._health.death:
             with contextlib.suppress(EngineDead):
-                self._send(SetVocabulary(vocabulary))
+                self._sockets.send(SetVocabulary(vocabulary))
 
     def drain(self) -> None:
         """Nothing new is taken from now on; the process ends after its last output."""
@@ -364,22 +332,14 @@ class ProcessClient:
         # With several clients the engine is ended by the first one, when all have drained.
         if self._info is not None and not self._health.death and self.seat.count == 1:
             with contextlib.suppress(EngineDead):
-                self._send(Drain())
+                self._sockets.send(Drain())
 
     def forget_client(self, index: int) -> None:
         """Another client of the engine has died: what it asked for is dropped."""
         with contextlib.suppress(EngineDead):
-            self._send(Bye(client=index))
+            self._sockets.send(Bye(client=index))
 
     # ---- wire ----
-
-    def _bound(self, kind: int, name: str) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        name = f"{name}-{self.seat.index}"
-        self._launcher.bind(socket, self.directory, name, self._on_cut)
-        return socket
 
     def _require_ready(self) -> None:
         if self.draining:
@@ -387,25 +347,6 @@ class ProcessClient:
             raise EngineDead(f"{who} is shutting down")
         if problem := self.problem():
             raise EngineDead(problem)
-
-    def _send(self, message: ToEngine) -> None:
-        try:
-            self._outbox.send(encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # no peer is connected
-            raise EngineDead("the engine process has closed its connection") from None
-
-    def _read(self) -> None:
-        """Reads all messages there are: ZMQ's descriptor is edge-triggered, so only an empty
-        socket may end this. One message that cannot be handled does not cost the others."""
-        while True:
-            try:
-                raw = self._inbox.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return
-            try:
-                self._handle(from_engine_decoder.decode(raw))
-            except Exception:
-                logger.exception("a message of %d bytes from the engine failed", len(raw))
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
@@ -458,7 +399,7 @@ class ProcessClient:
         """What the engine has of them is dropped."""
         if handles and not self._health.death:
             with contextlib.suppress(EngineDead):
-                self._send(Abort(handles=handles))
+                self._sockets.send(Abort(handles=handles))
 
     def _lose(self, error: EngineDead) -> list[int]:
         """The engine is dead or stalled: of what it has, that of which nothing has come yet goes
@@ -490,7 +431,7 @@ class ProcessClient:
 
     async def _watch_child(self, child: Launched) -> None:
         how = await child.wait()
-        self._read()  # it may have said why
+        self._sockets.read()  # it may have said why
         if self._leaving and not how:
             self.die("its node has left")
         elif not (self._closing or (self.draining and not how and not self.num_open)):
@@ -510,7 +451,7 @@ class ProcessClient:
             now = time.monotonic()
             if self._info is None or now - before > CHECK_INTERVAL + 0.5:
                 continue  # not loaded yet; or this process itself was held up: look again
-            self._read()
+            self._sockets.read()
             self._judge(now)
 
     def _judge(self, now: float) -> None:
@@ -529,7 +470,7 @@ class ProcessClient:
     def _on_cut(self) -> None:
         """A connection has ended: what was on its way is lost, so nothing that is open can go on.
         It is made again by itself."""
-        self._read()  # what had come before
+        self._sockets.read()  # what had come before
         if self._closing or self._health.death:
             return
         if self._info is None and self._child is not None:

@@ -304,7 +304,7 @@ class JoinLauncher:
         self._endpoints: dict[str, str] = {}
         self._wire: Wire | None = None
         self._session = ""  # a new one for each engine
-        self._monitors: list[zmq.Socket[bytes]] = []
+        self._monitors: list[tuple[zmq.Socket[Any], zmq.Socket[bytes]]] = []
 
     @property
     def place(self) -> str:
@@ -322,11 +322,11 @@ class JoinLauncher:
         address = f"tcp://{self._door.host}:{self._ports[name]}"
         self._endpoints[name] = self._wire.bind(socket, address)
         monitor = socket.get_monitor_socket(Connections.EVENTS)
-        self._monitors.append(monitor)
+        self._monitors.append((socket, monitor))
         connections = Connections()
 
         def look() -> None:
-            while monitor.poll(0):
+            while not monitor.closed and monitor.poll(0):
                 message = recv_monitor_message(monitor)
                 if connections.take(message["event"], message["value"]):
                     on_cut()
@@ -335,8 +335,9 @@ class JoinLauncher:
         asyncio.get_running_loop().call_soon(look)
 
     def unbind(self) -> None:
-        for monitor in self._monitors:
+        for socket, monitor in self._monitors:
             asyncio.get_running_loop().remove_reader(monitor.fileno())
+            socket.disable_monitor()  # first: it would wait for its reader
             monitor.close(linger=0)
         self._monitors = []
         if self._wire is not None:

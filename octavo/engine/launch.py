@@ -68,7 +68,7 @@ class Launcher(Protocol):
         ConfigError."""
 
     def unbind(self) -> None:
-        """Before the context of the bound sockets is ended."""
+        """Before the bound sockets are closed."""
 
     def address(self, directory: Path, name: str) -> str:
         """What the engine connects to for that socket; asked for once it is bound (where it is not

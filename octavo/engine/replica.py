@@ -173,13 +173,17 @@ def summed_stats(parts: list[EngineStats]) -> EngineStats:
     return EngineStats(time=max(part.time for part in parts), **sums)
 
 
-def common_info(infos: list[EngineInfo]) -> EngineInfo:
-    """What holds for each of several replicas: a request that fits this fits any of them."""
+def common_info(replicas: list[Replica]) -> EngineInfo:
+    """What holds for each of those replicas that have loaded: a request that fits this fits any of
+    them."""
+    loaded = [(replica.found, replica.spec.launcher.place) for replica in replicas]
+    found = [(info, place) for info, place in loaded if info is not None]
+    infos = [info for info, _ in found]
     first = infos[0]
     if len(infos) == 1:
         return first
     smallest = ("max_model_len", "num_blocks", "max_num_seqs", "kv_cache_bytes")
     least = {name: min(getattr(info, name) for info in infos) for name in smallest}
-    devices = ", ".join(info.device for info in infos)
-    reasons = {"data_parallel_size": f"{len(infos)} replicas, each with these values: {devices}"}
+    places = ", ".join(f"{info.device} ({place})" for info, place in found)
+    reasons = {"data_parallel_size": f"{len(infos)} replicas, each with these values: {places}"}
     return msgspec.structs.replace(first, **least, reasons={**first.reasons, **reasons})

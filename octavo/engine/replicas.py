@@ -20,9 +20,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from octavo.engine.accounts import Entry, Origin
-from octavo.engine.admission import too_many_prompts
+from octavo.engine.accounts import Origin
 from octavo.engine.client import ProcessClient, Seat
+from octavo.engine.dispatch import Dispatcher
 from octavo.engine.joining import check_same_engine
 from octavo.engine.joint_progress import JointProgress
 from octavo.engine.messages import AddRequest, EngineInfo, EngineStats, Progress, num_ids
@@ -35,16 +35,13 @@ from octavo.engine.replica import (
     computed_tokens,
     summed_stats,
 )
-from octavo.engine.routing import Router, chain_keys
+from octavo.engine.routing import Router
 from octavo.engine.streams import RequestStream
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.types import ConfigError, EngineDead, FinishReason, OctavoError, QueueFull
+from octavo.types import ConfigError, EngineDead, FinishReason, OctavoError
 
 logger = logging.getLogger("octavo")
 
-# How often a request may begin again after an engine was lost that had begun to compute it: such a
-# request may be what killed it, and must not take one replica after the other.
-MOST_SUSPECT = 1
 JOIN_PAUSE = 1.0  # seconds before the place of an engine that could not join is open again
 
 
@@ -57,12 +54,13 @@ class Replicas:
         specs: Sequence[ReplicaSpec],
         on_progress: Callable[[Progress], None] | None = None,
         seat: Seat | None = None,
+        router: Router | None = None,
     ) -> None:
-        """``seat``: this process's among the clients of each engine; the first one starts them."""
+        """``seat``: this process's among the clients of each engine; the first one starts them.
+        ``router``: None: the one of ``routing``."""
         self.config = specs[0].config
         self.seat = seat or Seat()
         self.draining = False
-        self.router = Router()
         # Told of each step: the replica's number, and its statistics.
         self.on_step: Callable[[int, EngineStats], None] = lambda index, stats: None
         self._progress = JointProgress(
@@ -75,6 +73,9 @@ class Replicas:
         self._closing = False
         self._specs = list(specs)
         self.replicas: list[Replica] = []
+        self._router = router or Router()
+        caching = self.config.cache.enable_prefix_caching
+        self._dispatcher = Dispatcher(self.replicas, self._router, caching)
 
     # ---- life ----
 
@@ -112,22 +113,8 @@ class Replicas:
 
     def _serve_with(self, replicas: list[Replica]) -> None:
         """From now on requests are taken, and those who join are measured by these."""
-        self._info = common_info([r.found for r in replicas if r.found is not None])
+        self._info = common_info(replicas)
         self._opened.set()
-
-    async def add(self, spec: ReplicaSpec) -> Replica:
-        """A further replica, while the others serve: returns once it does, too. Raises ConfigError
-        or EngineDead where its engine cannot start; it is then left out."""
-        replica = self._make(spec)
-        try:
-            await replica.client.start()
-            await self._loaded(replica)
-        except (ConfigError, EngineDead) as error:
-            replica.given_up = str(error)
-            replica.client.die(str(error))
-            raise
-        self._tasks.append(self._loop.create_task(self._keep(replica)))
-        return replica
 
     @property
     def info(self) -> EngineInfo:
@@ -143,12 +130,9 @@ class Replicas:
 
     def problem(self) -> str | None:
         """Why nothing can be served now, or None while one replica serves."""
-        if any(replica.problem() is None for replica in self.replicas):
-            return None if self._info is not None else "the model is still loading"
-        problems = [(replica.index, replica.problem()) for replica in self.replicas]
-        if len(problems) == 1:
-            return problems[0][1]
-        return "no replica serves: " + "; ".join(f"replica {i}: {why}" for i, why in problems)
+        if problem := self._dispatcher.problem():
+            return problem
+        return None if self._info is not None else "the model is still loading"
 
     def drain(self) -> None:
         """Nothing new is taken from now on; each engine ends after its last output."""
@@ -186,7 +170,7 @@ class Replicas:
     @property
     def most_queued(self) -> int:
         """How many requests may wait. Raises EngineDead as ``submit`` does."""
-        return sum(replica.client.most_queued for replica in self._serving())
+        return sum(replica.client.most_queued for replica in self._dispatcher.serving())
 
     # ---- requests ----
 
@@ -207,15 +191,16 @@ class Replicas:
         """
         if len(self.replicas) == 1:
             return self.replicas[0].client.submit(requests, continuing)
-        candidates = self._serving()
-        if not continuing:
+        if continuing:
+            candidates = self._dispatcher.serving()
+        else:
             num_tokens = sum(num_ids(r.prompt_ids) for r in requests)
             num_sequences = sum(r.params.n for r in requests)
-            candidates = self._with_room(len(requests), num_tokens, num_sequences)
+            candidates = self._dispatcher.with_room(len(requests), num_tokens, num_sequences)
         stream = candidates[0].client.stream_of(requests)
         try:
             for request in requests:
-                self._place(Origin(request, hint=hint), stream, candidates)
+                self._dispatcher.place(Origin(request, hint=hint), stream, candidates)
         except EngineDead:
             self.abort(list(stream.open))
             raise
@@ -223,7 +208,7 @@ class Replicas:
 
     def check_queue(self, num_requests: int, num_tokens: int = 0, num_sequences: int = 1) -> None:
         """Raises what ``submit`` would raise for so much more, before work is spent on it."""
-        self._with_room(num_requests, num_tokens, num_sequences)
+        self._dispatcher.with_room(num_requests, num_tokens, num_sequences)
 
     def abort(self, handles: Iterable[int], reason: FinishReason = FinishReason.ABORT) -> None:
         """Drops handles that are still open; their events end here and now. ``reason`` is how
@@ -240,11 +225,11 @@ class Replicas:
     async def reset_prefix_cache(self) -> bool:
         """Whether the caches of all could be emptied (not while requests hold blocks of one, or
         one does not answer)."""
-        serving = self._serving()
+        serving = self._dispatcher.serving()
         done = await asyncio.gather(*(r.client.reset_prefix_cache() for r in serving))
         for replica, success in zip(serving, done):
             if success:
-                self.router.forget(replica.index)
+                self._router.forget(replica.index)
         silent = [r for r in self.replicas if r not in serving and r.client.alive]
         return all(done) and not silent
 
@@ -262,71 +247,6 @@ class Replicas:
         for replica in self.replicas:
             replica.client.forget_client(index)
 
-    # ---- routing ----
-
-    def _serving(self) -> list[Replica]:
-        """Raises EngineDead where there is none."""
-        if self.draining:
-            raise EngineDead("the server is shutting down")
-        if serving := [replica for replica in self.replicas if replica.serves]:
-            return serving
-        raise EngineDead(self.problem() or "no replica takes requests")
-
-    def _with_room(self, num_requests: int, num_tokens: int, num_sequences: int) -> list[Replica]:
-        """The replicas whose queues take an equal part of so much more. Raises what the first of
-        them raises when there is none."""
-        serving = self._serving()
-        most = sum(replica.client.most_taken for replica in serving)
-        if num_requests > max(1, most):
-            raise too_many_prompts(num_requests, most)
-        part = [-(-count // len(serving)) for count in (num_requests, num_tokens, num_sequences)]
-        found, refusals = [], []
-        for replica in serving:
-            try:
-                replica.client.check_queue(*part)
-                found.append(replica)
-            except QueueFull as error:
-                refusals.append(error)
-        if not found:
-            raise min(refusals, key=lambda error: error.retry_after)
-        return found
-
-    def _place(self, origin: Origin, stream: RequestStream, candidates: Sequence[Replica]) -> None:
-        """Sends a request to one of the replicas. Raises EngineDead when none takes it."""
-        request, now = origin.request, time.monotonic()
-        num_tokens = num_ids(request.prompt_ids)
-        keys: list[bytes] = []
-        if self.config.cache.enable_prefix_caching:
-            keys = chain_keys(request.salt, request.prompt_ids)
-        loads = {replica.index: replica.load(now) for replica in candidates}
-        while loads:
-            chosen, cached = self.router.choose(keys, num_tokens, loads, origin.hint)
-            try:
-                self.replicas[chosen].client.enter(replace(origin, num_cached=cached), stream)
-            except EngineDead:  # it has gone since we looked
-                del loads[chosen]
-                continue
-            self.router.use(chosen, keys)
-            return
-        raise EngineDead(self.problem() or "no replica takes requests")
-
-    def _rescue(self, lost: Replica, entry: Entry) -> bool:
-        """Begins a request again that its engine has given nothing for. False where no other
-        replica that serves has not had it before, or where it may be what ended the engine."""
-        origin = entry.origin
-        suspect = origin.suspect + any(
-            handle in entry.stream.started for handle in range(entry.handle, entry.handle + entry.n)
-        )
-        tried = (*origin.tried, lost.client.serial)
-        others = [r for r in self.replicas if r.serves and r.client.serial not in tried]
-        if suspect > MOST_SUSPECT or self.draining or not others:
-            return False
-        try:
-            self._place(replace(origin, tried=tried, suspect=suspect), entry.stream, others)
-        except EngineDead:
-            return False
-        return True
-
     # ---- engines that come and go ----
 
     def _make(self, spec: ReplicaSpec) -> Replica:
@@ -334,14 +254,14 @@ class Replicas:
         index = len(self.replicas)
         replica = Replica(index, spec, partial(self._client, index, spec))
         self.replicas.append(replica)
-        self.router.add(index, 0)
+        self._router.add(index, 0)
         return replica
 
     def _client(self, index: int, spec: ReplicaSpec) -> ProcessClient:
         """Of the next engine in a replica's place."""
         directory = self.directory / str(index)
         directory.mkdir(exist_ok=True)
-        name = f"replica {index}" if index or len(self._specs) > 1 else ""
+        name = f"replica {index}" if len(self._specs) > 1 else ""
         starting = self._info is None
         client = ProcessClient(
             spec.config,
@@ -351,7 +271,7 @@ class Replicas:
             name,
         )
         client.on_step = lambda stats: self.on_step(index, stats)
-        client.rescue = lambda entry: self._rescue(self.replicas[index], entry)
+        client.rescue = lambda entry: self._dispatcher.rescue(self.replicas[index], entry)
         client.on_replaced = lambda info: self._welcome(self.replicas[index], info)
         return client
 
@@ -375,11 +295,11 @@ class Replicas:
     def _settle(self, replica: Replica, info: EngineInfo) -> None:
         """Takes into service an engine that has loaded, and knows nothing yet."""
         replica.found = info
-        self.router.add(replica.index, info.num_blocks * info.block_size)
+        self._router.add(replica.index, info.num_blocks * info.block_size)
         if self._vocabulary is not None:
             replica.client.send_vocabulary(self._vocabulary)
         if self._info is not None or all(r.found for r in self.replicas):
-            self._info = common_info([r.found for r in self.replicas if r.found is not None])
+            self._info = common_info(self.replicas)
         now = time.monotonic()
         others = [r.load(now).recent for r in self.replicas if r is not replica and r.serves]
         mean = sum(others) / len(others) if others else 0.0
@@ -416,7 +336,7 @@ class Replicas:
                 logger.error("replica %d cannot join: %s", replica.index, error)
                 client.die(str(error), user_error=isinstance(error, ConfigError))
                 await asyncio.sleep(JOIN_PAUSE)
-            self.router.forget(replica.index)
+            self._router.forget(replica.index)
             await client.close()
             replica.reconnect()
 
@@ -425,7 +345,7 @@ class Replicas:
         while True:
             await replica.client.dead.wait()
             why = replica.client.problem()
-            self.router.forget(replica.index)
+            self._router.forget(replica.index)
             if not self.alive:
                 self.dead.set()
                 return

@@ -17,9 +17,10 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.replicas import Replicas
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.server.errors import NotFound
+from octavo.server.exposition import kv_cache_usage
 from octavo.server.grammars import GrammarChecker
 from octavo.server.keys import Keys
-from octavo.server.metrics import Metrics, kv_cache_usage
+from octavo.server.metrics import Metrics
 from octavo.server.tools.setup import Parsing
 from octavo.server.workers import Workers
 from octavo.text import sandbox

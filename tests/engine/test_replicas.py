@@ -125,7 +125,7 @@ def test_a_conversation_returns_to_its_replica_until_the_cache_is_reset():
                 await collect(submit(client, history + "say:x"))
             assert client.replicas[place].num_admitted == 4
             assert await client.reset_prefix_cache() is True
-            held = [client.router._known[i].num_tokens for i in (0, 1)]
+            held = [client._router._known[i].num_tokens for i in (0, 1)]
             assert held == [0, 0]
 
     run(main())
@@ -341,29 +341,6 @@ def test_a_request_that_fits_one_fits_all():
         async with replicas(replicas={"1": {"num_blocks": 20, "max_model_len": 300}}) as client:
             assert (client.info.num_blocks, client.info.max_model_len) == (20, 300)
             assert client.info.reasons["data_parallel_size"].startswith("2 replicas")
-
-    run(main())
-
-
-def test_a_replica_may_join_later():
-    async def main():
-        async with replicas(1, **SLOW) as client:
-            streams = [submit(client, "endless", **LONG) for _ in range(3)]
-            (more,) = local_replicas(EngineConfig(), mock_command(num_blocks=20, **SLOW))
-            replica = await client.add(more)
-            assert (replica.index, client.num_serving) == (1, 2)
-            assert client.info.num_blocks == 20
-            await collect(submit(client, "say:here"))
-            assert replica.num_admitted == 1
-            (broken,) = local_replicas(EngineConfig(), mock_command(fail="no such model"))
-            with pytest.raises(ConfigError, match="replica 2: no such model"):
-                await client.add(broken)
-            assert "no such model" in client.replicas[2].problem()
-            os.kill(replica.client.pid, signal.SIGKILL)
-            await come(lambda: client.num_serving == 1)
-            await come(lambda: client.num_serving == 2)
-            for stream in streams:
-                client.abort(list(stream.open))
 
     run(main())
 
