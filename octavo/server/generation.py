@@ -243,6 +243,8 @@ class Generation:
         if len(events.tokens) == 1 and events.more is None:
             handle, token = events.tokens[0]  # by far the most frequent case
             choice = self.choices[handle - self._first_handle]
+            if choice.finish_reason is not None:  # it came while a stop string ended the choice
+                return []
             return [self._extended(choice, [token], [], events.time, None)]
         return list(self._apply_any(events))
 
