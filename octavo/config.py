@@ -645,6 +645,10 @@ def require_one_engine(config: EngineConfig) -> None:
     """Raises ConfigError for replicas where one engine is used in this process."""
     if config.parallel.headless:
         raise ConfigError("--headless (headless): only `octavo serve` joins a head node")
+    if (nodes := config.parallel.nnodes) > 1:
+        raise ConfigError(
+            f"--nnodes {nodes} (nnodes): only `octavo serve` spans machines; here use those of one"
+        )
     if (size := config.parallel.data_parallel_size) > 1:
         raise ConfigError(
             f"--data-parallel-size {size} (data_parallel_size): only `octavo serve` runs several "

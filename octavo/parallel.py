@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from octavo.types import EngineDead
 
 # For the group to meet, and for one collective: an engine that hears nothing ends its workers much
 # earlier (--step-deadline), so this only keeps processes that nobody watches from waiting for ever.
@@ -21,6 +25,23 @@ class Exchanges:
     """How many collective operations this process has begun."""
 
     count = 0
+
+
+@contextmanager
+def _exchange() -> Iterator[None]:
+    """Around one of them. Raises EngineDead where another rank has gone: that rank's end is told by
+    the executor, so here a line is enough."""
+    Exchanges.count += 1
+    try:
+        yield
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError as error:
+        raise EngineDead(f"an exchange with other ranks failed: {_first_line(error)}") from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Comm:
@@ -35,8 +56,8 @@ class Comm:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in x. The same bits on every rank."""
-        Exchanges.count += 1
-        dist.all_reduce(x, group=self._group)
+        with _exchange():
+            dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -47,28 +68,29 @@ class Comm:
             padded[:, : x.shape[1]] = x
             x = padded
         parts = list(x.new_empty(self.size, rows, widest).unbind())
-        Exchanges.count += 1
-        dist.all_gather(parts, x.contiguous(), group=self._group)
+        with _exchange():
+            dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes)], dim=1)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """What the rank ``source`` of these has in x, in x."""
-        Exchanges.count += 1
-        dist.broadcast(x, self.ranks[source], group=self._group)
+        with _exchange():
+            dist.broadcast(x, self.ranks[source], group=self._group)
         return x
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of all ranks' numbers, place by place. Waits."""
         device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
         found = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
+        with _exchange():
+            dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
         return [int(number) for number in found.tolist()]
 
     def send(self, x: Tensor, to: int) -> Callable[[], None]:
         """Begins to send x to the rank ``to`` of these, which calls ``receive``. x must stay as it
         is until the call returned has been made, which waits until it has gone."""
-        Exchanges.count += 1
-        work = dist.isend(x, self.ranks[to], group=self._group)
+        with _exchange():
+            work = dist.isend(x, self.ranks[to], group=self._group)
         assert work is not None
 
         def wait() -> None:
@@ -80,8 +102,8 @@ class Comm:
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Fills x with what the rank ``source`` of these sends."""
-        Exchanges.count += 1
-        dist.recv(x, self.ranks[source], group=self._group)
+        with _exchange():
+            dist.recv(x, self.ranks[source], group=self._group)
         return x
 
 
@@ -122,9 +144,17 @@ class World:
 
 def open_store(host: str) -> Any:
     """Where the processes of an engine find each other, at a free port of this host (``.port``).
-    ``host``: the address the others reach it at."""
+    ``host``: the address the others reach it at, the only one that it listens to."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
     return dist.TCPStore(  # type: ignore[attr-defined]
-        host, 0, None, is_master=True, timeout=TIMEOUT, wait_for_workers=False
+        host,
+        listener.getsockname()[1],
+        None,
+        is_master=True,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
 
 
@@ -146,18 +176,19 @@ def meet(place: Place, host: str, port: int, device: torch.device, store: Any = 
     )
     assert dist.group.WORLD is not None
     everyone = Comm(dist.group.WORLD, range(place.size))
-    tensor = pipeline = everyone
-    for stage in range(place.pipeline_size):
-        ranks = range(stage * place.tensor_size, (stage + 1) * place.tensor_size)
-        group = dist.new_group(list(ranks))
-        if place.rank in ranks:
-            tensor = Comm(group, ranks)
-    for number in range(place.tensor_size):
-        ranks = range(number, place.size, place.tensor_size)
-        group = dist.new_group(list(ranks))
-        if place.rank in ranks:
-            pipeline = Comm(group, ranks)
-    return World(place, everyone, tensor, pipeline)
+    size = place.tensor_size
+    stages = [range(first, first + size) for first in range(0, place.size, size)]
+    numbers = [range(number, place.size, size) for number in range(size)]
+    return World(place, everyone, _own(everyone, stages), _own(everyone, numbers))
+
+
+def _own(everyone: Comm, groups: Sequence[range]) -> Comm:
+    """Of groups that all ranks make together, the one that this rank is in."""
+    if len(groups) == 1:
+        return everyone
+    made = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in groups]
+    rank = dist.get_rank()
+    return next(Comm(group, ranks) for group, ranks in zip(made, groups) if rank in ranks)
 
 
 def part() -> None:

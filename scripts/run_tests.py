@@ -20,7 +20,10 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
-ALONE = ("benchmarks", "cases", "cli", "engine", "guide", "parallel", "server")
+ALONE = (
+    *("benchmarks", "cases", "cli", "engine", "guide", "server"),
+    *("parallel/test_processes.py", "parallel/test_group.py"),
+)
 FIRST = "ops"  # the longest goes first, or it would be left for one worker
 MARKERS = "not gpu and not conformance and not net"
 MOST_WORKERS = 8  # each takes about 1.5 GB
@@ -29,7 +32,8 @@ NOTHING_RAN = 5  # a status of pytest
 
 def phases(flags: list[str], workers: int) -> list[tuple[str, list[str]]]:
     """Name and arguments of each run of pytest."""
-    if any((TESTS.parent / flag.partition("::")[0]).exists() for flag in flags):
+    named = [flag.partition("::")[0] for flag in flags if flag.startswith("tests/")]
+    if any((TESTS.parent / name).exists() for name in named):
         return [("alone", [])]
     paths = [path for path in TESTS.iterdir() if path.match("test_*.py") or _holds_tests(path)]
     paths.sort(key=lambda path: (path.name != FIRST, path.name))

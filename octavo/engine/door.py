@@ -352,7 +352,12 @@ class JoinLauncher:
 
     async def launch(self, inboxes: str, outboxes: str, config: EngineConfig) -> RemoteEngine:
         guest = self._guest = await self._door.take_place()
-        own = replace(guest.config, scheduler=config.scheduler)
+        scheduler = replace(  # the queue is the head's, divided among all places
+            guest.config.scheduler,
+            max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
+            max_num_queued_tokens=config.scheduler.max_num_queued_tokens,
+        )
+        own = replace(guest.config, scheduler=scheduler)
         number = config.parallel.replica
         parallel = replace(own.parallel, replica=number, session=self._session)
         own = replace(own, parallel=parallel)

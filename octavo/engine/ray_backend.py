@@ -24,6 +24,7 @@ logger = logging.getLogger("octavo")
 FIRST_SECONDS = 60.0  # for the cluster to be found
 PAUSE = 5.0  # before the process is started again
 END_SECONDS = 5.0
+MOST_LINE = 16 << 20  # bytes of a line; nodes print whatever they like
 
 
 def check_installed() -> None:
@@ -96,7 +97,7 @@ class RayBackend:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "octavo.ray_nodes", str(os.getpid()),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            env=environment_without_keys(), start_new_session=True,
+            env=environment_without_keys(), start_new_session=True, limit=MOST_LINE,
         )  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._task))

@@ -153,6 +153,8 @@ class CudaRunner:
         device = torch.device("cuda", torch.cuda.current_device())
         free, total = torch.cuda.mem_get_info(device)
         memory = GpuMemory(total, free)
+        if self.world is not None:  # step sizes follow from it
+            (total,) = self.world.everyone.smallest([total])
         with torch.inference_mode():
             self.model = self._loaded(clock.enter)
             spec = self.model.spec

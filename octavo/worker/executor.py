@@ -139,7 +139,9 @@ class CudaExecutor:
     busy_seconds = 0.0  # of a stage; a GPU has them all
     problem = ""
 
-    def __init__(self, runner: CudaRunner, nvtx: bool = False) -> None:
+    def __init__(self, runner: CudaRunner, nvtx: bool = False, alone: bool = True) -> None:
+        """``alone``: no other rank computes the same steps."""
+        self._alone = alone
         self._runner: CudaRunner | None = runner
         self.tracing = Tracing(nvtx)
         self._results: deque[Pending | StepFailed] = deque()
@@ -194,6 +196,8 @@ class CudaExecutor:
         except torch.AcceleratorError:
             raise
         except Exception:
+            if not self._alone:  # the others have captured theirs, or wait in it
+                raise
             logger.exception("a CUDA graph could not be captured; its steps do without")
             return True
 

@@ -17,7 +17,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,7 @@ class Rank:
     """What is known of one. ``process``: where it runs on this host."""
 
     number: int
+    address: bytes = b""  # RANK/NONCE/ of the process that has called
     process: subprocess.Popen[bytes] | None = None
     hello: messages.Hello | None = None
     linked: messages.Linked | None = None
@@ -82,10 +85,25 @@ class Answers:
         return len(self.found) == self.wanted
 
 
+def only_tokens(result: StepResult) -> StepResult:
+    """What earlier stages need to know of it."""
+    return StepResult(result.step, result.tokens, result.num_accepted, np.zeros(0, dtype=np.int32))
+
+
 def node_endpoint(parallel: ParallelConfig) -> str:
     """Where machine 0 waits for the others' ranks."""
     host = parallel.master_addr
     return f"tcp://{f'[{host}]' if ':' in host else host}:{parallel.master_port}"
+
+
+@cache
+def _starter() -> ThreadPoolExecutor:
+    """Starts processes that end with this one: the kernel ends them with the thread that did."""
+    return ThreadPoolExecutor(1, "octavo-starter")
+
+
+def _started(words: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(words, stdin=subprocess.PIPE, env=environment)
 
 
 def launch_ranks(
@@ -100,9 +118,9 @@ def launch_ranks(
     found = {}
     for local, rank in enumerate(topology.ranks_of(node)):
         numbers = (rank, local, os.getpid())
-        found[rank] = process = subprocess.Popen(
-            [*command, endpoint, *map(str, numbers)], stdin=subprocess.PIPE, env=environment
-        )
+        words = [*command, endpoint, *map(str, numbers)]
+        process = _starter().submit(_started, words, environment).result()
+        found[rank] = process
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once, as its exit code tells
             process.stdin.write(given)
@@ -179,7 +197,7 @@ class GroupExecutor:
             self._wait_for(lambda: self._store is not None, START_SECONDS, "rank 0 opens no store")
             assert self._store is not None
             self._tell(messages.Meet(self._topology.address, self._store.port))
-            met = self._config.scheduler.step_deadline
+            met = self._start_deadline  # torch is imported meanwhile
             self._wait(lambda rank: rank.linked is not None, met, "has not joined the others")
             self._announce()
             phases = clock.finish()
@@ -375,21 +393,33 @@ class GroupExecutor:
         raw = encoder.encode(message)
         for rank in self._ranks:
             if rank.hello is not None:
-                self._socket.send_multipart([f"{rank.number}/".encode(), raw])
+                self._socket.send_multipart([rank.address, raw])
 
     def tell_drawing(self, message: messages.Message) -> None:
         """To the rank that draws by grammars."""
-        address = f"{self._topology.reporter}/".encode()
+        address = self._ranks[self._topology.reporter].address
         self._socket.send_multipart([address, encoder.encode(message)])
 
     def _ask(self, message: messages.Message) -> dict[int, Any]:
         """Every rank's answer."""
         self._answers = Answers(len(self._ranks))
         self._tell(message)
+        began, deadline = time.monotonic(), self._start_deadline  # it may be a graph to capture
         while not self._answers.complete:
             self._receive(POLL_MS)
             self._check()
+            if time.monotonic() - began > deadline:
+                missing = [r for r in self._ranks if r.number not in self._answers.found]
+                raise EngineDead(
+                    f"{', '.join(map(str, missing))}: no answer to {type(message).__name__} within "
+                    f"{deadline:g} s"
+                )
         return self._answers.found
+
+    @property
+    def _start_deadline(self) -> float:
+        """Seconds for what takes longer than a step."""
+        return max(START_SECONDS, self._config.scheduler.step_deadline)
 
     def _receive(self, wait_ms: int) -> None:
         """Handles all messages there are, waiting for the first one."""
@@ -400,17 +430,28 @@ class GroupExecutor:
                 sender, raw = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            number = int(sender.partition(b"/")[0])
-            if number < len(self._ranks):
-                self._handle(self._ranks[number], from_worker.decode(raw))
+            self._take(sender, raw)
+
+    def _take(self, sender: bytes, raw: bytes) -> None:
+        """Of a process that is none of these, or was one of another engine's, nothing counts."""
+        number, _, rest = sender.partition(b"/")
+        if not number.isdigit() or int(number) >= len(self._ranks):
+            return
+        rank, message = self._ranks[int(number)], from_worker.decode(raw)
+        address = number + b"/" + rest.partition(b"/")[0] + b"/"
+        if isinstance(message, messages.Hello):
+            rank.address = address
+        if rank.address in (b"", address):
+            self._handle(rank, message)
 
     def _handle(self, rank: Rank, message: Any) -> None:
         rank.heard = time.monotonic()
         match message:
             case messages.Done():
+                result = decode(message.result, StepResult)
                 if self.num_stages > 1:
-                    self._drawn.append(message.result)
-                self._results[message.step] = decode(message.result, StepResult)
+                    self._drawn.append(encode(only_tokens(result)))
+                self._results[message.step] = result
             case messages.Computed():
                 self._busy[rank.number // self._topology.tensor_size] += message.seconds
             case messages.Alive():
@@ -469,16 +510,23 @@ class GroupExecutor:
         called = [rank for rank in self._ranks if rank.hello is not None]
         silent = max(called, key=lambda rank: now - rank.heard, default=None)
         silence = now - silent.heard if silent is not None else 0.0
-        if silence > deadline:
+        has_loaded = all(rank.info is not None for rank in self._ranks)
+        if silence > (deadline if has_loaded else self._start_deadline):
             raise EngineDead(f"{silent} has not answered for {silence:.1f} s (--step-deadline)")
         self.problem = ""
-        if silence > SILENCE and all(rank.info is not None for rank in self._ranks):
+        if silence > SILENCE and has_loaded:
             self.problem = f"{silent} has not answered for {silence:.1f} s"
         if self._submitted and now - self._since > deadline:
-            behind = min(self._ranks, key=lambda rank: rank.exchanges)
-            most = max(rank.exchanges for rank in self._ranks)
             raise EngineDead(
                 f"a step has taken {now - self._since:.1f} s, above --step-deadline "
-                f"{deadline:g} s; {behind} is the last: it has begun {behind.exchanges} of {most} "
-                "exchanges"
+                f"{deadline:g} s; {self._last()}"
             )
+
+    def _last(self) -> str:
+        """Which rank the others wait for, as far as can be told: GPUs are ahead of what they have
+        done."""
+        behind = min(self._ranks, key=lambda rank: rank.exchanges)
+        most = max(rank.exchanges for rank in self._ranks)
+        if behind.exchanges == most:
+            return f"no rank is behind the others: all have begun {most} exchanges"
+        return f"{behind} is the last: it has begun {behind.exchanges} of {most} exchanges"

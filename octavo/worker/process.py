@@ -1,4 +1,4 @@
-"""The process of one worker of several: a device, its share of the model, and two sockets.
+"""The process of one worker of several: a device, its share of the model, a socket a thread.
 
     python -m octavo.worker.process ENDPOINT RANK LOCAL PARENT_PID   < msgpack EngineConfig
 
@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import queue
+import secrets
 import signal
 import socket
 import sys
@@ -100,6 +101,9 @@ class CpuSteps:
         try:
             with self.tracing.range(plan):
                 self._results.append(self._runner.execute(plan))
+        except EngineDead as error:  # another rank has gone
+            logger.error("step %d: %s", plan.step, error)
+            self._results.append(StepFailed(plan.step, str(error)))
         except Exception as error:
             self._results.append(failed(plan, error))
 
@@ -128,6 +132,12 @@ class Reader(threading.Thread):
         self.heard = math.inf  # when the executor last was; for its first word there is time
 
     def run(self) -> None:
+        try:
+            self._read()
+        except Exception as error:  # the thread that computes has to know
+            self.commands.put(error)
+
+    def _read(self) -> None:
         inbox = self._connection.socket("")
         inbox.send(encoder.encode(self._connection.hello()))
         while True:
@@ -152,10 +162,11 @@ class Reader(threading.Thread):
 
 
 class Connection:
-    """To the executor: a socket for each thread, known there as RANK/name."""
+    """To the executor: a socket for each thread, known there as RANK/NONCE/name."""
 
     def __init__(self, endpoint: str, rank: int, config: EngineConfig) -> None:
         secret = cluster_secret(config.parallel.cluster_secret_file)
+        self._nonce = secrets.token_hex(8)  # of this process: what a former one sent is not of it
         self._context = zmq.Context()
         self._wire = Wire(self._context, secret, patient=True)
         self._endpoint = endpoint
@@ -164,7 +175,7 @@ class Connection:
 
     def socket(self, name: str) -> zmq.Socket[bytes]:
         found: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        found.setsockopt(zmq.IDENTITY, f"{self.rank}/{name}".encode())
+        found.setsockopt(zmq.IDENTITY, f"{self.rank}/{self._nonce}/{name}".encode())
         found.sndhwm = found.rcvhwm = 0
         self._wire.connect(found, self._endpoint)
         found.linger = LINGER_MS
@@ -228,6 +239,12 @@ class Worker:
         from octavo.worker.device import choose_device
 
         device = choose_device(self._local, self._topology.per_node)
+        if device.kind == "cuda" and self._topology.pipeline_size > 1:
+            raise ConfigError(
+                f"--pipeline-parallel-size {self._topology.pipeline_size}: on CPUs alone in this "
+                "version; use --tensor-parallel-size on GPUs, or hide them with "
+                "CUDA_VISIBLE_DEVICES="
+            )
         device.enter()
         self._heart.exchanges = lambda: parallel.Exchanges.count
         clock.enter("meeting")
@@ -273,14 +290,8 @@ class Worker:
             return CpuSteps(cpu, nvtx), info
         from octavo.worker.cuda_runner import CudaRunner
 
-        if self._topology.pipeline_size > 1:
-            raise ConfigError(
-                f"--pipeline-parallel-size {self._topology.pipeline_size}: on CPUs alone in this "
-                "version; use --tensor-parallel-size on GPUs, or hide them with "
-                "CUDA_VISIBLE_DEVICES="
-            )
         gpu = CudaRunner(self._config, path, device, grammars=self._grammars, world=world)
-        executor = CudaExecutor(gpu, nvtx)
+        executor = CudaExecutor(gpu, nvtx, alone=False)
         return executor, executor.start(self._tell_progress)
 
     # ---- steps ----
@@ -297,6 +308,8 @@ class Worker:
             except queue.Empty:
                 time.sleep(SPIN_SECONDS)
                 continue
+            if isinstance(command, Exception):
+                raise command
             if isinstance(command, messages.Stop):
                 while self._unsent:
                     self._report()
@@ -313,10 +326,14 @@ class Worker:
             self._unsent.append(plan.step)
             self._steps.submit(plan)
         elif isinstance(command, messages.UseIdleMoment):
-            more = not self._unsent and self._steps.idle()
+            while self._unsent:  # all ranks do the same: what idle moments are for has exchanges
+                self._report()
+            more = self._steps.idle()
             self._send(messages.Idled(self.rank, more, self._steps.num_pending))
         elif isinstance(command, messages.StartProfile | messages.StopProfile):
             self._send(self._profiled(command))
+        else:
+            raise EngineDead(f"{type(command).__name__} came at a time when nobody asks for it")
 
     def _profiled(self, command: Any) -> messages.Profiled:
         tracing = self._steps.tracing

@@ -19,7 +19,7 @@ from octavo.machine import available_cores, available_memory
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.model.shard import ALONE, TensorParallel
-from octavo.types import Progress, SamplingParams
+from octavo.types import EngineDead, Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.constraints import advance
 from octavo.worker.info import PhaseClock, WorkerInfo
@@ -216,10 +216,18 @@ class Runner:
             for part in parts:
                 self.model.logits(last[part])  # this rank's share of them
             drawn = only_tokens(self.ranks.agreed(torch.empty(len(slots), dtype=torch.int64)))
+            if len(slots) and int(drawn.tokens[0]) < 0:
+                raise RuntimeError("the rank that draws could not")
         else:
-            if self.slots.constraints:
-                self.slots.constraints.fill(slots.tolist())
-            drawn = join([self._sample(batch, last, slots, part) for part in parts])
+            try:
+                if self.slots.constraints:
+                    self.slots.constraints.fill(slots.tolist())
+                drawn = join([self._sample(batch, last, slots, part) for part in parts])
+            except EngineDead:
+                raise
+            except Exception:  # the others are waiting
+                self.ranks.agreed(torch.full((len(slots),), -1, dtype=torch.int64))
+                raise
             self.ranks.agreed(drawn.tokens)
         self.slots.append(slots, batch.draw_positions, drawn.tokens)
         rows = batch.plan_rows[batch.drawing]

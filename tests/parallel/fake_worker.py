@@ -43,7 +43,7 @@ def main() -> None:
 
     def socket(name: str) -> zmq.Socket[bytes]:
         found: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        found.setsockopt(zmq.IDENTITY, f"{rank}/{name}".encode())
+        found.setsockopt(zmq.IDENTITY, f"{rank}/fake/{name}".encode())
         found.connect(endpoint)
         return found
 

@@ -70,6 +70,7 @@ def greedy(path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, pp: int) -> lis
     settings: dict[str, Any] = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
+        "cpu_threads": 1,
         "block_size": 16,
         "max_model_len": 128,
         "num_gpu_blocks_override": 12,
