@@ -461,14 +461,19 @@ class GroupExecutor:
                 how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
                 self._receive(0)  # it may have said why
                 raise EngineDead(f"{rank} {how}")
+        called = [rank for rank in self._ranks if rank.hello is not None]
+        silent = max(called, key=lambda rank: now - rank.heard, default=None)
+        silence = now - silent.heard if silent is not None else 0.0
         deadline = self._config.scheduler.step_deadline
         for step, of_step in self._faults.items():
             if now - self._fault_began > min(SAME_FAULT_SECONDS, deadline / 2):
                 number, message = next(iter(of_step.items()))
+                if silent is not None and silent.number not in of_step and silence > SILENCE:
+                    raise EngineDead(
+                        f"{silent} has not answered for {silence:.1f} s; step {step} failed on "
+                        f"{self._ranks[number]}: {message}"
+                    )
                 raise EngineDead(f"{self._ranks[number]} failed alone in step {step}: {message}")
-        called = [rank for rank in self._ranks if rank.hello is not None]
-        silent = max(called, key=lambda rank: now - rank.heard, default=None)
-        silence = now - silent.heard if silent is not None else 0.0
         if silence > deadline:
             raise EngineDead(f"{silent} has not answered for {silence:.1f} s (--step-deadline)")
         self.problem = ""

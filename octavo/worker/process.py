@@ -49,7 +49,17 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
 LINGER_MS = 2000  # for a last word to go
+GLOO = "gloo/transport"  # in the text of a RuntimeError: an exchange between CPUs has failed
 SPIN_SECONDS = 20e-6  # between two looks at a GPU that is at work
+
+
+def cut_off(plan: StepPlan, error: Exception) -> StepFailed:
+    """Logs that an exchange of a step has failed: what ended the other rank is told elsewhere."""
+    text = f"the connection to another rank broke ({str(error).partition('. ')[0]})"
+    logger.error("step %d failed: %s", plan.step, text)
+    failure = StepFailed(plan.step, text)
+    failure.__cause__ = error
+    return failure
 
 
 class Steps(Protocol):
@@ -101,7 +111,8 @@ class CpuSteps:
             with self.tracing.range(plan):
                 self._results.append(self._runner.execute(plan))
         except Exception as error:
-            self._results.append(failed(plan, error))
+            broke = GLOO in str(error)
+            self._results.append(cut_off(plan, error) if broke else failed(plan, error))
 
     def ready(self) -> bool:
         return True

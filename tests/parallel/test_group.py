@@ -116,6 +116,17 @@ def test_a_step_that_fails_on_one_rank_ends_the_group(
         executor.collect()
 
 
+def test_a_rank_that_is_silent_is_named_and_not_the_one_that_failed_for_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "SAME_FAULT_SECONDS", 2.0)
+    executor = make("freezes")
+    start(executor)
+    executor.submit(plan_of(1))
+    with pytest.raises(EngineDead, match=r"rank 1 .* has not answered .* step 1 failed on rank 0"):
+        executor.collect()
+
+
 def test_a_killed_rank_is_named_at_once(make: Make) -> None:
     executor = make("well")
     start(executor)
