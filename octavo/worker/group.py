@@ -14,10 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +114,45 @@ def launch_ranks(
     return found
 
 
+def keep(
+    start: Callable[[], dict[int, subprocess.Popen[bytes]]],
+    started: Future[dict[int, subprocess.Popen[bytes]]],
+    ended: threading.Event,
+) -> None:
+    """What the thread does that starts processes and stays until they have ended."""
+    try:
+        started.set_result(start())
+    except BaseException as error:
+        started.set_exception(error)
+    else:
+        ended.wait()
+
+
+def release(
+    owner: int,
+    processes: dict[int, subprocess.Popen[bytes]],
+    wire: Wire,
+    context: zmq.Context[Any],
+    socket: zmq.Socket[bytes],
+    directory: Path | None,
+    ended: threading.Event,
+) -> None:
+    """Ends what an executor holds that nobody has shut down. ``owner``: the process that made it; a
+    fork of that has nothing to end."""
+    if os.getpid() != owner:
+        return
+    for process in processes.values():
+        process.kill()
+    for process in processes.values():
+        process.wait()
+    ended.set()
+    wire.close()
+    socket.close(linger=0)
+    context.destroy(linger=0)
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 class GrammarsElsewhere:
     """What the engine's grammars are told is also told to the rank that draws by them."""
 
@@ -155,6 +198,8 @@ class GroupExecutor:
         self._submitted: deque[int] = deque()  # steps in flight, oldest first
         self._since = 0.0  # when the oldest of them was first to run
         self._drawn: list[bytes] = []  # results that earlier stages have not seen
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended = threading.Event()
         self._answers: Answers | None = None
         self._store: messages.StoreOpen | None = None
         self._progress: Progress = lambda *news: None
@@ -202,10 +247,26 @@ class GroupExecutor:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that connects again
+        # For a user's program that forgets its LLM, or ends without closing it.
+        self._finalizer = weakref.finalize(
+            self, release, os.getpid(), self._processes, self._wire, self._context, self._socket,
+            self._own_directory, self._ended,
+        )  # fmt: skip
         self._endpoint = self._wire.bind(self._socket, address)
 
     def _launch(self) -> None:
-        for number, process in launch_ranks(self._config, 0, self._endpoint, self._command).items():
+        """The kernel ends the ranks with the thread that has started them: where that may end
+        before this executor does, another one starts them, and stays."""
+        start = partial(launch_ranks, self._config, 0, self._endpoint, self._command)
+        if threading.current_thread() is threading.main_thread():
+            found = start()
+        else:
+            started: Future[dict[int, subprocess.Popen[bytes]]] = Future()
+            arguments = (start, started, self._ended)
+            threading.Thread(target=keep, args=arguments, name="ranks", daemon=True).start()
+            found = started.result()
+        self._processes.update(found)
+        for number, process in found.items():
             self._ranks[number].process = process
 
     def _wait(self, is_there: Callable[[Rank], bool], seconds: float | None, lack: str) -> None:
@@ -358,7 +419,9 @@ class GroupExecutor:
             if rank.process.poll() is None:
                 rank.process.kill()
                 rank.process.wait()
-        with contextlib.suppress(AttributeError):
+        self._ended.set()
+        with contextlib.suppress(AttributeError):  # it may not listen yet
+            self._finalizer.detach()
             self._wire.close()
         # To other hosts the last word still has to go.
         self._context.destroy(linger=0 if self._topology.num_nodes == 1 else 1000)
