@@ -65,6 +65,7 @@ class Rank:
     linked: messages.Linked | None = None
     info: WorkerInfo | None = None
     heard: float = 0.0
+    beats: bool = False
     exchanges: int = 0
 
     def __str__(self) -> str:
@@ -126,6 +127,16 @@ def keep(
         started.set_exception(error)
     else:
         ended.wait()
+
+
+def keep_telling(found: weakref.ref[GroupExecutor], ended: threading.Event) -> None:
+    """Ranks of other hosts end when they do not hear of this process; a program may take its time
+    between two calls of its LLM."""
+    while not ended.wait(BEAT_SECONDS):
+        if (executor := found()) is None:
+            return
+        executor.tell_beat()
+        del executor
 
 
 def release(
@@ -200,6 +211,7 @@ class GroupExecutor:
         self._drawn: list[bytes] = []  # results that earlier stages have not seen
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ended = threading.Event()
+        self._lock = threading.RLock()  # of the socket
         self._answers: Answers | None = None
         self._store: messages.StoreOpen | None = None
         self._progress: Progress = lambda *news: None
@@ -229,7 +241,12 @@ class GroupExecutor:
             self._announce()
             phases = clock.finish()
             self._progress = progress
-            self._wait(lambda rank: rank.info is not None, None, "")
+            self._wait(lambda rank: rank.info is not None and rank.beats, None, "")
+            if self._own_directory is not None:  # all its sockets are connected: for good, on ipc
+                shutil.rmtree(self._own_directory, ignore_errors=True)
+            if self._topology.num_nodes > 1:
+                arguments = (weakref.ref(self), self._ended)
+                threading.Thread(target=keep_telling, args=arguments, daemon=True).start()
         except BaseException:
             self.shutdown(END_SECONDS / 5)
             raise
@@ -419,7 +436,8 @@ class GroupExecutor:
             if rank.process.poll() is None:
                 rank.process.kill()
                 rank.process.wait()
-        self._ended.set()
+        with self._lock:
+            self._ended.set()
         with contextlib.suppress(AttributeError):  # it may not listen yet
             self._finalizer.detach()
             self._wire.close()
@@ -436,14 +454,16 @@ class GroupExecutor:
     def _tell(self, message: messages.Message) -> None:
         """To all ranks that have called, in order."""
         raw = encoder.encode(message)
-        for rank in self._ranks:
-            if rank.hello is not None:
-                self._socket.send_multipart([f"{rank.number}/".encode(), raw])
+        with self._lock:
+            for rank in self._ranks:
+                if rank.hello is not None:
+                    self._socket.send_multipart([f"{rank.number}/".encode(), raw])
 
     def tell_drawing(self, message: messages.Message) -> None:
         """To the rank that draws by grammars."""
         address = f"{self._topology.reporter}/".encode()
-        self._socket.send_multipart([address, encoder.encode(message)])
+        with self._lock:
+            self._socket.send_multipart([address, encoder.encode(message)])
 
     def _ask(self, message: messages.Message) -> dict[int, Any]:
         """Every rank's answer."""
@@ -456,11 +476,13 @@ class GroupExecutor:
 
     def _receive(self, wait_ms: int) -> None:
         """Handles all messages there are, waiting for the first one."""
-        if wait_ms and not self._socket.poll(wait_ms):
-            return
+        with self._lock:
+            if wait_ms and not self._socket.poll(wait_ms):
+                return
         while True:
             try:
-                sender, raw = self._socket.recv_multipart(zmq.NOBLOCK)
+                with self._lock:
+                    sender, raw = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             number = int(sender.partition(b"/")[0])
@@ -477,6 +499,7 @@ class GroupExecutor:
             case messages.Computed():
                 self._busy[rank.number // self._topology.tensor_size] += message.seconds
             case messages.Alive():
+                rank.beats = True
                 rank.exchanges = message.exchanges
             case messages.StepError():
                 self._fault(rank, message)
@@ -512,13 +535,19 @@ class GroupExecutor:
 
     # ---- watching ----
 
+    def tell_beat(self) -> None:
+        """Where the last time is half a second ago. From any thread."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._beat > BEAT_SECONDS and not self._ended.is_set():
+                self._beat = now
+                self._tell(messages.Beat())
+
     def _check(self) -> None:
         """Tells the ranks that this process lives. Raises EngineDead for a rank that has ended,
         that hangs, or that failed alone."""
         now = time.monotonic()
-        if now - self._beat > BEAT_SECONDS:
-            self._beat = now
-            self._tell(messages.Beat())
+        self.tell_beat()
         for rank in self._ranks:
             if rank.process is not None and (code := rank.process.poll()) is not None:
                 how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
