@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ class Rank:
     linked: messages.Linked | None = None
     info: WorkerInfo | None = None
     heard: float = 0.0
+    beats: bool = False
     exchanges: int = 0
 
     def __str__(self) -> str:
@@ -96,16 +99,6 @@ def node_endpoint(parallel: ParallelConfig) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{parallel.master_port}"
 
 
-@cache
-def _starter() -> ThreadPoolExecutor:
-    """Starts processes that end with this one: the kernel ends them with the thread that did."""
-    return ThreadPoolExecutor(1, "octavo-starter")
-
-
-def _started(words: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(words, stdin=subprocess.PIPE, env=environment)
-
-
 def launch_ranks(
     config: EngineConfig, node: int, endpoint: str, command: Sequence[str] = WORKER_COMMAND
 ) -> dict[int, subprocess.Popen[bytes]]:
@@ -118,14 +111,63 @@ def launch_ranks(
     found = {}
     for local, rank in enumerate(topology.ranks_of(node)):
         numbers = (rank, local, os.getpid())
-        words = [*command, endpoint, *map(str, numbers)]
-        process = _starter().submit(_started, words, environment).result()
-        found[rank] = process
+        found[rank] = process = subprocess.Popen(
+            [*command, endpoint, *map(str, numbers)], stdin=subprocess.PIPE, env=environment
+        )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once, as its exit code tells
             process.stdin.write(given)
             process.stdin.close()
     return found
+
+
+def keep(
+    start: Callable[[], dict[int, subprocess.Popen[bytes]]],
+    started: Future[dict[int, subprocess.Popen[bytes]]],
+    ended: threading.Event,
+) -> None:
+    """What the thread does that starts processes and stays until they have ended."""
+    try:
+        started.set_result(start())
+    except BaseException as error:
+        started.set_exception(error)
+    else:
+        ended.wait()
+
+
+def keep_telling(found: weakref.ref[GroupExecutor], ended: threading.Event) -> None:
+    """Ranks of other hosts end when they do not hear of this process; a program may take its time
+    between two calls of its LLM."""
+    while not ended.wait(BEAT_SECONDS):
+        if (executor := found()) is None:
+            return
+        executor.tell_beat()
+        del executor
+
+
+def release(
+    owner: int,
+    processes: dict[int, subprocess.Popen[bytes]],
+    wire: Wire,
+    context: zmq.Context[Any],
+    socket: zmq.Socket[bytes],
+    directory: Path | None,
+    ended: threading.Event,
+) -> None:
+    """Ends what an executor holds that nobody has shut down. ``owner``: the process that made it; a
+    fork of that has nothing to end."""
+    if os.getpid() != owner:
+        return
+    for process in processes.values():
+        process.kill()
+    for process in processes.values():
+        process.wait()
+    ended.set()
+    wire.close()
+    socket.close(linger=0)
+    context.destroy(linger=0)
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class GrammarsElsewhere:
@@ -173,6 +215,9 @@ class GroupExecutor:
         self._submitted: deque[int] = deque()  # steps in flight, oldest first
         self._since = 0.0  # when the oldest of them was first to run
         self._drawn: list[bytes] = []  # results that earlier stages have not seen
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended = threading.Event()
+        self._lock = threading.RLock()  # of the socket
         self._answers: Answers | None = None
         self._store: messages.StoreOpen | None = None
         self._progress: Progress = lambda *news: None
@@ -202,7 +247,12 @@ class GroupExecutor:
             self._announce()
             phases = clock.finish()
             self._progress = progress
-            self._wait(lambda rank: rank.info is not None, None, "")
+            self._wait(lambda rank: rank.info is not None and rank.beats, None, "")
+            if self._own_directory is not None:  # all its sockets are connected: for good, on ipc
+                shutil.rmtree(self._own_directory, ignore_errors=True)
+            if self._topology.num_nodes > 1:
+                arguments = (weakref.ref(self), self._ended)
+                threading.Thread(target=keep_telling, args=arguments, daemon=True).start()
         except BaseException:
             self.shutdown(END_SECONDS / 5)
             raise
@@ -220,10 +270,26 @@ class GroupExecutor:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that connects again
+        # For a user's program that forgets its LLM, or ends without closing it.
+        self._finalizer = weakref.finalize(
+            self, release, os.getpid(), self._processes, self._wire, self._context, self._socket,
+            self._own_directory, self._ended,
+        )  # fmt: skip
         self._endpoint = self._wire.bind(self._socket, address)
 
     def _launch(self) -> None:
-        for number, process in launch_ranks(self._config, 0, self._endpoint, self._command).items():
+        """The kernel ends the ranks with the thread that has started them: where that may end
+        before this executor does, another one starts them, and stays."""
+        start = partial(launch_ranks, self._config, 0, self._endpoint, self._command)
+        if threading.current_thread() is threading.main_thread():
+            found = start()
+        else:
+            started: Future[dict[int, subprocess.Popen[bytes]]] = Future()
+            arguments = (start, started, self._ended)
+            threading.Thread(target=keep, args=arguments, name="ranks", daemon=True).start()
+            found = started.result()
+        self._processes.update(found)
+        for number, process in found.items():
             self._ranks[number].process = process
 
     def _wait(self, is_there: Callable[[Rank], bool], seconds: float | None, lack: str) -> None:
@@ -376,7 +442,10 @@ class GroupExecutor:
             if rank.process.poll() is None:
                 rank.process.kill()
                 rank.process.wait()
-        with contextlib.suppress(AttributeError):
+        with self._lock:
+            self._ended.set()
+        with contextlib.suppress(AttributeError):  # it may not listen yet
+            self._finalizer.detach()
             self._wire.close()
         # To other hosts the last word still has to go.
         self._context.destroy(linger=0 if self._topology.num_nodes == 1 else 1000)
@@ -391,14 +460,16 @@ class GroupExecutor:
     def _tell(self, message: messages.Message) -> None:
         """To all ranks that have called, in order."""
         raw = encoder.encode(message)
-        for rank in self._ranks:
-            if rank.hello is not None:
-                self._socket.send_multipart([rank.address, raw])
+        with self._lock:
+            for rank in self._ranks:
+                if rank.hello is not None:
+                    self._socket.send_multipart([rank.address, raw])
 
     def tell_drawing(self, message: messages.Message) -> None:
         """To the rank that draws by grammars."""
         address = self._ranks[self._topology.reporter].address
-        self._socket.send_multipart([address, encoder.encode(message)])
+        with self._lock:
+            self._socket.send_multipart([address, encoder.encode(message)])
 
     def _ask(self, message: messages.Message) -> dict[int, Any]:
         """Every rank's answer."""
@@ -423,11 +494,13 @@ class GroupExecutor:
 
     def _receive(self, wait_ms: int) -> None:
         """Handles all messages there are, waiting for the first one."""
-        if wait_ms and not self._socket.poll(wait_ms):
-            return
+        with self._lock:
+            if wait_ms and not self._socket.poll(wait_ms):
+                return
         while True:
             try:
-                sender, raw = self._socket.recv_multipart(zmq.NOBLOCK)
+                with self._lock:
+                    sender, raw = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._take(sender, raw)
@@ -441,7 +514,9 @@ class GroupExecutor:
         address = number + b"/" + rest.partition(b"/")[0] + b"/"
         if isinstance(message, messages.Hello):
             rank.address = address
-        if rank.address in (b"", address):
+        # A node speaks for a rank that cannot any more.
+        of_node = rest == b"node" and isinstance(message, messages.Broken)
+        if of_node or rank.address in (b"", address):
             self._handle(rank, message)
 
     def _handle(self, rank: Rank, message: Any) -> None:
@@ -455,6 +530,7 @@ class GroupExecutor:
             case messages.Computed():
                 self._busy[rank.number // self._topology.tensor_size] += message.seconds
             case messages.Alive():
+                rank.beats = True
                 rank.exchanges = message.exchanges
             case messages.StepError():
                 self._fault(rank, message)
@@ -490,26 +566,37 @@ class GroupExecutor:
 
     # ---- watching ----
 
+    def tell_beat(self) -> None:
+        """Where the last time is half a second ago. From any thread."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._beat > BEAT_SECONDS and not self._ended.is_set():
+                self._beat = now
+                self._tell(messages.Beat())
+
     def _check(self) -> None:
         """Tells the ranks that this process lives. Raises EngineDead for a rank that has ended,
         that hangs, or that failed alone."""
         now = time.monotonic()
-        if now - self._beat > BEAT_SECONDS:
-            self._beat = now
-            self._tell(messages.Beat())
+        self.tell_beat()
         for rank in self._ranks:
             if rank.process is not None and (code := rank.process.poll()) is not None:
                 how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
                 self._receive(0)  # it may have said why
                 raise EngineDead(f"{rank} {how}")
+        called = [rank for rank in self._ranks if rank.hello is not None]
+        silent = max(called, key=lambda rank: now - rank.heard, default=None)
+        silence = now - silent.heard if silent is not None else 0.0
         deadline = self._config.scheduler.step_deadline
         for step, of_step in self._faults.items():
             if now - self._fault_began > min(SAME_FAULT_SECONDS, deadline / 2):
                 number, message = next(iter(of_step.items()))
+                if silent is not None and silent.number not in of_step and silence > SILENCE:
+                    raise EngineDead(
+                        f"{silent} has not answered for {silence:.1f} s; step {step} failed on "
+                        f"{self._ranks[number]}: {message}"
+                    )
                 raise EngineDead(f"{self._ranks[number]} failed alone in step {step}: {message}")
-        called = [rank for rank in self._ranks if rank.hello is not None]
-        silent = max(called, key=lambda rank: now - rank.heard, default=None)
-        silence = now - silent.heard if silent is not None else 0.0
         has_loaded = all(rank.info is not None for rank in self._ranks)
         if silence > (deadline if has_loaded else self._start_deadline):
             raise EngineDead(f"{silent} has not answered for {silence:.1f} s (--step-deadline)")

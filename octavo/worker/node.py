@@ -3,19 +3,24 @@ starts the ranks that belong here and watches over them. Never imports torch."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import subprocess
 import time
 
+import zmq
+
 from octavo.config import EngineConfig, cluster_secret
 from octavo.types import ConfigError
-from octavo.wire import is_loopback
+from octavo.wire import LinkError, Wire, is_loopback
 from octavo.worker.group import END_SECONDS, launch_ranks, node_endpoint
+from octavo.worker.messages import Broken, encoder
 
 logger = logging.getLogger("octavo")
 
 POLL_SECONDS = 0.1
+LINGER_MS = 1000  # for a last word to go
 
 
 def run_node(config: EngineConfig) -> int:
@@ -37,11 +42,29 @@ def run_node(config: EngineConfig) -> int:
         while not stopping:
             ended = {rank: p.poll() for rank, p in ranks.items() if p.poll() is not None}
             if ended:
+                killed = next(((r, code) for r, code in ended.items() if code and code < 0), None)
+                if killed is not None:  # the others say themselves why they end
+                    rank, code = killed
+                    _tell_engine(config, endpoint, rank, f"it was ended by signal {-code}")
                 return _outcome(ended)
             time.sleep(POLL_SECONDS)
+        _tell_engine(config, endpoint, min(ranks), "its machine was told to end")
         return 0
     finally:
         _end(ranks)
+
+
+def _tell_engine(config: EngineConfig, endpoint: str, rank: int, why: str) -> None:
+    """In the place of a rank that cannot say it: the engine would have to wait for its silence."""
+    context = zmq.Context()
+    wire = Wire(context, cluster_secret(config.parallel.cluster_secret_file), patient=True)
+    outbox: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    outbox.setsockopt(zmq.IDENTITY, f"{rank}/node".encode())
+    with contextlib.suppress(LinkError, zmq.ZMQError):  # it has gone itself
+        wire.connect(outbox, endpoint)
+        outbox.send(encoder.encode(Broken(rank, why)), zmq.NOBLOCK)
+    wire.close()
+    context.destroy(linger=LINGER_MS)
 
 
 def _outcome(ended: dict[int, int | None]) -> int:

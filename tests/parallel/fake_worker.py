@@ -4,13 +4,14 @@ draws nothing, and misbehaves as its last argument says.
     python fake_worker.py MODE ENDPOINT RANK LOCAL PARENT_PID   < msgpack EngineConfig
 
 MODE: "well", or of rank 1: "silent" (never calls), "leaves" (ends after it called), "refuses"
-(cannot load), "fails" (raises alone in step 1), "differs" (other settings). "faults": all ranks
-raise in step 1.
+(cannot load), "fails" (raises alone in step 1), "freezes" (in step 1, which raises on the others),
+"differs" (other settings). "faults": all ranks raise in step 1.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -76,8 +77,10 @@ def main() -> None:
                 answers.append(messages.Loaded(rank, INFO))
         elif isinstance(command, messages.Step):
             plan = decode(command.plan, StepPlan)
-            raises = mode == "faults" or (mode == "fails" and odd)
-            if plan.step == 1 and raises:
+            raises = mode in ("faults", "freezes") or (mode == "fails" and odd)
+            if plan.step == 1 and mode == "freezes" and odd:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif plan.step == 1 and raises:
                 answers.append(messages.StepError(rank, 1, f"rank {rank} slipped"))
             elif reports and not (plan.step == 1 and mode == "fails"):
                 none = np.zeros((plan.num_rows, 1), np.int32)

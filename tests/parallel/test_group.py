@@ -3,9 +3,12 @@ processes without a model (``fake_worker``)."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -116,6 +119,17 @@ def test_a_step_that_fails_on_one_rank_ends_the_group(
         executor.collect()
 
 
+def test_a_rank_that_is_silent_is_named_and_not_the_one_that_failed_for_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "SAME_FAULT_SECONDS", 2.0)
+    executor = make("freezes")
+    start(executor)
+    executor.submit(plan_of(1))
+    with pytest.raises(EngineDead, match=r"rank 1 .* has not answered .* step 1 failed on rank 0"):
+        executor.collect()
+
+
 def test_a_killed_rank_is_named_at_once(make: Make) -> None:
     executor = make("well")
     start(executor)
@@ -130,6 +144,35 @@ def until(executor: GroupExecutor, done: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline
         executor.idle()
         time.sleep(0.02)
+
+
+def test_one_that_is_forgotten_leaves_no_process_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2))
+    executor = GroupExecutor(config, Grammars(), None, (*FAKE, "well"))
+    start(executor)
+    assert not list(tmp_path.iterdir())
+    children = pids(executor)
+    executor.submit(plan_of(0))
+    assert executor.collect().step == 0
+    del executor
+    gc.collect()
+    assert not any(map(runs, children))
+
+
+def test_ranks_outlive_the_thread_that_has_started_them(make: Make) -> None:
+    executor = make("well")
+    thread = threading.Thread(target=start, args=(executor,))
+    thread.start()
+    thread.join()
+    assert executor.num_pending
+    time.sleep(0.3)
+    executor.submit(plan_of(0))
+    assert executor.collect().step == 0
+    executor.shutdown()
+    assert "ranks" not in [thread.name for thread in threading.enumerate() if thread.is_alive()]
 
 
 def test_a_stopped_rank_is_a_problem_until_it_goes_on(make: Make) -> None:
