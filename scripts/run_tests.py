@@ -20,10 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
-ALONE = (
-    *("benchmarks", "cases", "cli", "engine", "guide", "server"),
-    *("parallel/test_processes.py", "parallel/test_group.py"),
-)
+ALONE = ("benchmarks", "cases", "cli", "engine", "guide", "processes", "server")
 FIRST = "ops"  # the longest goes first, or it would be left for one worker
 MARKERS = "not gpu and not conformance and not net"
 MOST_WORKERS = 8  # each takes about 1.5 GB

@@ -1,5 +1,5 @@
 """The ranks of an engine as threads of one process: what they give each other goes through shared
-lists, so that any shape is tried in milliseconds. ``test_comm`` has real processes.
+lists, so that any shape is tried in milliseconds. ``tests.processes`` has real ones.
 """
 
 from __future__ import annotations

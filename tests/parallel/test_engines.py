@@ -1,5 +1,5 @@
 """Whole engines of several ranks give one rank's greedy ids: prompts in chunks, prefixes found in
-the cache, preemption. The ranks are threads (``ranks``); ``test_processes`` has the real ones."""
+the cache, preemption. The ranks are threads (``ranks``); ``tests.processes`` has the real ones."""
 
 from __future__ import annotations
 
