@@ -215,9 +215,15 @@ class Connections:
     """Those of a listening socket, from the events of its monitor: which of them have proved
     themselves. Others come and go at anybody's will, and mean nothing."""
 
-    EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+    FAILURES = (
+        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    )
+    EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILURES
 
     def __init__(self) -> None:
+        self._failed = False  # the connection whose end is told next was never let in
         self._strange: set[int] = set()  # descriptors
         self._known: set[int] = set()
 
@@ -229,8 +235,11 @@ class Connections:
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:  # which one, ZMQ does not say
             self._known |= self._strange
             self._strange.clear()
+        elif event & self.FAILURES:
+            self._failed = True
         elif event == zmq.EVENT_DISCONNECTED:
-            ended = descriptor in self._known
+            failed, self._failed = self._failed, False
+            ended = descriptor in self._known and not failed
             self._known.discard(descriptor)
             self._strange.discard(descriptor)
             return ended
