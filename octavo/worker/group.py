@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,25 +24,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
 
-from octavo.config import EngineConfig, ParallelConfig, cluster_secret, worker_environment
+from octavo.config import EngineConfig, cluster_secret
 from octavo.core.plan import Float32, StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.machine import available_cores, interface_to
 from octavo.types import ConfigError, EngineDead, Progress, StepFailed, StepProfile
 from octavo.wire import Wire
 from octavo.worker import messages
 from octavo.worker.info import PhaseClock, WorkerInfo
+from octavo.worker.launch import WORKER_COMMAND, how_ended, keep, launch_ranks, node_endpoint
 from octavo.worker.messages import encoder, from_worker
 from octavo.worker.topology import Topology, difference
 
 logger = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, "-m", "octavo.worker.process")
 POLL_MS = 100
 BEAT_SECONDS = 0.5
 SILENCE = 1.5  # seconds after which a rank counts as stalled; it beats every 0.5 s
@@ -91,48 +88,6 @@ class Answers:
 def only_tokens(result: StepResult) -> StepResult:
     """What earlier stages need to know of it."""
     return StepResult(result.step, result.tokens, result.num_accepted, np.zeros(0, dtype=np.int32))
-
-
-def node_endpoint(parallel: ParallelConfig) -> str:
-    """Where machine 0 waits for the others' ranks."""
-    host = parallel.master_addr
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{parallel.master_port}"
-
-
-def launch_ranks(
-    config: EngineConfig, node: int, endpoint: str, command: Sequence[str] = WORKER_COMMAND
-) -> dict[int, subprocess.Popen[bytes]]:
-    """Starts the ranks of a node; they call at ``endpoint``."""
-    topology = Topology.of(config)
-    threads = config.parallel.cpu_threads or max(1, available_cores() // topology.per_node)
-    parallel = replace(config.parallel, cpu_threads=threads)
-    given = msgspec.msgpack.encode(replace(config, parallel=parallel))
-    environment = worker_environment(threads, interface_to(topology.address))
-    found = {}
-    for local, rank in enumerate(topology.ranks_of(node)):
-        numbers = (rank, local, os.getpid())
-        found[rank] = process = subprocess.Popen(
-            [*command, endpoint, *map(str, numbers)], stdin=subprocess.PIPE, env=environment
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once, as its exit code tells
-            process.stdin.write(given)
-            process.stdin.close()
-    return found
-
-
-def keep(
-    start: Callable[[], dict[int, subprocess.Popen[bytes]]],
-    started: Future[dict[int, subprocess.Popen[bytes]]],
-    ended: threading.Event,
-) -> None:
-    """What the thread does that starts processes and stays until they have ended."""
-    try:
-        started.set_result(start())
-    except BaseException as error:
-        started.set_exception(error)
-    else:
-        ended.wait()
 
 
 def keep_telling(found: weakref.ref[GroupExecutor], ended: threading.Event) -> None:
@@ -581,9 +536,8 @@ class GroupExecutor:
         self.tell_beat()
         for rank in self._ranks:
             if rank.process is not None and (code := rank.process.poll()) is not None:
-                how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
                 self._receive(0)  # it may have said why
-                raise EngineDead(f"{rank} {how}")
+                raise EngineDead(f"{rank} {how_ended(code)}")
         called = [rank for rank in self._ranks if rank.hello is not None]
         silent = max(called, key=lambda rank: now - rank.heard, default=None)
         silence = now - silent.heard if silent is not None else 0.0

@@ -7,6 +7,7 @@ encoding of their own (``core.plan``), which travels inside.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -101,7 +102,6 @@ class Loading(Message, tag=True):
 class Linked(Message, tag=True):
     """The self-test of the group has passed."""
 
-    rank: int
     device: str
     transport: str  # "nccl", "gloo"
     small_seconds: float
@@ -109,14 +109,12 @@ class Linked(Message, tag=True):
 
 
 class Loaded(Message, tag=True):
-    rank: int
     info: WorkerInfo
 
 
 class Broken(Message, tag=True):
     """A rank cannot start, or cannot go on. ``user_error``: fit to print as one line."""
 
-    rank: int
     message: str
     user_error: bool = False
 
@@ -131,14 +129,12 @@ class Done(Message, tag=True):
 class Computed(Message, tag=True):
     """A stage has done its part of a step, and was busy for so long: of its first rank."""
 
-    rank: int
     seconds: float
 
 
 class StepError(Message, tag=True):
     """A step raised on a rank."""
 
-    rank: int
     step: int
     message: str
 
@@ -146,7 +142,6 @@ class StepError(Message, tag=True):
 class Idled(Message, tag=True):
     """``more``: there was something to do; ``pending``: how often there still is."""
 
-    rank: int
     more: bool
     pending: int
 
@@ -154,7 +149,6 @@ class Idled(Message, tag=True):
 class Profiled(Message, tag=True):
     """An answer to StartProfile or StopProfile. ``error``: why there is no profile."""
 
-    rank: int
     error: str = ""
     profile: StepProfile | None = None
 
@@ -163,7 +157,6 @@ class Alive(Message, tag=True):
     """Every half second, from a thread of its own. ``exchanges``: how many collective operations
     the rank has begun: of ranks that wait for each other, the one with the fewest is behind."""
 
-    rank: int
     exchanges: int
 
 
@@ -195,11 +188,19 @@ FromWorker = (
 )
 
 
-def _path(kind: type, value: Any) -> Any:
-    return kind(value)
+def _text(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} is no part of a message")
 
 
-encoder = msgspec.msgpack.Encoder(enc_hook=str)  # paths
+def _path(kind: type, value: Any) -> Path:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} is no part of a message")
+
+
+encoder = msgspec.msgpack.Encoder(enc_hook=_text)
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(
     FromWorker, dec_hook=_path

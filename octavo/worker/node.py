@@ -14,7 +14,8 @@ import zmq
 from octavo.config import EngineConfig, cluster_secret
 from octavo.types import ConfigError
 from octavo.wire import LinkError, Wire, is_loopback
-from octavo.worker.group import END_SECONDS, launch_ranks, node_endpoint
+from octavo.worker.group import END_SECONDS
+from octavo.worker.launch import how_ended, launch_ranks, node_endpoint
 from octavo.worker.messages import Broken, encoder
 
 logger = logging.getLogger("octavo")
@@ -45,7 +46,7 @@ def run_node(config: EngineConfig) -> int:
                 killed = next(((r, code) for r, code in ended.items() if code and code < 0), None)
                 if killed is not None:  # the others say themselves why they end
                     rank, code = killed
-                    _tell_engine(config, endpoint, rank, f"it was ended by signal {-code}")
+                    _tell_engine(config, endpoint, rank, f"it {how_ended(code)}")
                 return _outcome(ended)
             time.sleep(POLL_SECONDS)
         _tell_engine(config, endpoint, min(ranks), "its machine was told to end")
@@ -62,7 +63,7 @@ def _tell_engine(config: EngineConfig, endpoint: str, rank: int, why: str) -> No
     outbox.setsockopt(zmq.IDENTITY, f"{rank}/node".encode())
     with contextlib.suppress(LinkError, zmq.ZMQError):  # it has gone itself
         wire.connect(outbox, endpoint)
-        outbox.send(encoder.encode(Broken(rank, why)), zmq.NOBLOCK)
+        outbox.send(encoder.encode(Broken(why)), zmq.NOBLOCK)
     wire.close()
     context.destroy(linger=LINGER_MS)
 
@@ -71,8 +72,7 @@ def _outcome(ended: dict[int, int | None]) -> int:
     """Of ranks that have ended: 0 where the engine told them to."""
     for rank, code in ended.items():
         if code:
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-            logger.error("rank %d %s", rank, how)
+            logger.error("rank %d %s", rank, how_ended(code))
             return 2 if code == 2 else 1
     return 0
 

@@ -199,7 +199,7 @@ class Heart(threading.Thread):
     def run(self) -> None:
         outbox = self._connection.socket("beat")
         while True:
-            beat = messages.Alive(self._connection.rank, self.exchanges())
+            beat = messages.Alive(self.exchanges())
             outbox.send(encoder.encode(beat))
             time.sleep(BEAT_SECONDS)
             if time.monotonic() - self._reader.heard > self._most_silence:
@@ -254,7 +254,7 @@ class Worker:
         phases |= info.startup_seconds
         reasons = {"device": device.reason, **info.reasons}
         info = replace(info, startup_seconds=phases, reasons=reasons)
-        self._send(messages.Loaded(self.rank, info))
+        self._send(messages.Loaded(info))
 
     def _meet(self, device: Device) -> World:
         import torch
@@ -274,9 +274,7 @@ class Worker:
         link = parallel.measure(world.everyone, on)
         transport = "nccl" if device.kind == "cuda" else "gloo"
         self._send(
-            messages.Linked(
-                self.rank, device.label, transport, link.seconds_small, link.bytes_per_second
-            )
+            messages.Linked(device.label, transport, link.seconds_small, link.bytes_per_second)
         )
         return world
 
@@ -329,7 +327,7 @@ class Worker:
             while self._unsent:  # all ranks do the same: what idle moments are for has exchanges
                 self._report()
             more = self._steps.idle()
-            self._send(messages.Idled(self.rank, more, self._steps.num_pending))
+            self._send(messages.Idled(more, self._steps.num_pending))
         elif isinstance(command, messages.StartProfile | messages.StopProfile):
             self._send(self._profiled(command))
         else:
@@ -341,21 +339,21 @@ class Worker:
             if isinstance(command, messages.StopProfile):
                 while self._unsent:
                     self._report()
-                return messages.Profiled(self.rank, profile=tracing.stop())
+                return messages.Profiled(profile=tracing.stop())
             tracing.start(Path(command.directory) / f"rank-{self.rank}")
         except ConfigError as error:
-            return messages.Profiled(self.rank, str(error))
-        return messages.Profiled(self.rank)
+            return messages.Profiled(str(error))
+        return messages.Profiled()
 
     def _report(self) -> None:
         step = self._unsent.popleft()
         try:
             result = self._steps.collect()
         except StepFailed as error:
-            self._send(messages.StepError(self.rank, step, str(error)))
+            self._send(messages.StepError(step, str(error)))
         else:
             if self._pipelined:
-                self._send(messages.Computed(self.rank, self._steps.busy_seconds))
+                self._send(messages.Computed(self._steps.busy_seconds))
             if self._reports:
                 self._send(messages.Done(step, encode(result)))
 
@@ -365,7 +363,7 @@ class Worker:
         is_user_error = isinstance(error, ConfigError)
         told = is_user_error or isinstance(error, EngineDead)
         text = str(error) if told else f"{type(error).__name__}: {error}"
-        self._send(messages.Broken(self.rank, text, is_user_error))
+        self._send(messages.Broken(text, is_user_error))
 
     def _tell_progress(self, phase: str, fraction: float, num_bytes: int = 0) -> None:
         if self.rank == 0:

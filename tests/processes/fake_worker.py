@@ -51,7 +51,7 @@ def main() -> None:
     def beat() -> None:
         outbox = socket("beat")
         while True:
-            outbox.send(encoder.encode(messages.Alive(rank, 7 + rank)))
+            outbox.send(encoder.encode(messages.Alive(7 + rank)))
             time.sleep(0.2)
 
     inbox = socket("")
@@ -70,24 +70,24 @@ def main() -> None:
         command = to_worker.decode(inbox.recv())
         answers: list[messages.Message] = []
         if isinstance(command, messages.Meet):
-            answers.append(messages.Linked(rank, "cpu", "none", 1e-5, 1e9))
+            answers.append(messages.Linked("cpu", "none", 1e-5, 1e9))
             if odd and mode == "refuses":
-                answers.append(messages.Broken(rank, "no such thing", True))
+                answers.append(messages.Broken("no such thing", True))
             else:
-                answers.append(messages.Loaded(rank, INFO))
+                answers.append(messages.Loaded(INFO))
         elif isinstance(command, messages.Step):
             plan = decode(command.plan, StepPlan)
             raises = mode in ("faults", "freezes") or (mode == "fails" and odd)
             if plan.step == 1 and mode == "freezes" and odd:
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif plan.step == 1 and raises:
-                answers.append(messages.StepError(rank, 1, f"rank {rank} slipped"))
+                answers.append(messages.StepError(1, f"rank {rank} slipped"))
             elif reports and not (plan.step == 1 and mode == "fails"):
                 none = np.zeros((plan.num_rows, 1), np.int32)
                 result = StepResult(plan.step, none, none[:, 0], np.zeros(0, np.int32))
                 answers.append(messages.Done(plan.step, encode(result)))
         elif isinstance(command, messages.UseIdleMoment):
-            answers.append(messages.Idled(rank, rank == 1, 3 - rank))
+            answers.append(messages.Idled(rank == 1, 3 - rank))
         elif isinstance(command, messages.Stop):
             os._exit(0)
         for answer in answers:
