@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octavo.model.shard import ALONE, Cut, Range, TensorParallel
+from octavo.model.shard import ALONE, Cut, TensorParallel
+from octavo.model.stages import Range
 from octavo.ops.cut import inputs_of, outputs_of
 from octavo.ops.linear import Epilogue
 from octavo.ops.weights import Selected, Weight, dense

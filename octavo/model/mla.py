@@ -17,8 +17,9 @@ from octavo.model.linear import Linear
 from octavo.model.norm import Norm
 from octavo.model.shard import ALONE, Cut, TensorParallel
 from octavo.model.spec import MLASpec
+from octavo.model.stages import Range
 from octavo.model.states import AttentionStates, StateKey
-from octavo.ops.cut import Range, outputs_of
+from octavo.ops.cut import outputs_of
 from octavo.ops.linear import Epilogue
 from octavo.ops.mla import MLAGeometry, PagedLatentAttention
 from octavo.ops.weights import dense

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.model.shard import Range, TensorParallel
+from octavo.model.shard import TensorParallel
 from octavo.model.spec import NormSpec, RMSNormSpec
+from octavo.model.stages import Range
 
 
 class Norm:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.model.spec import DecoderSpec, MoESpec
+from octavo.model.stages import Range, check_stages
 from octavo.types import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from octavo.parallel import Comm
 
-Range = tuple[int, int]  # first, and one after the last
 # Of inner sizes and vocabularies: kernels' tiles and quantization groups should not be cut.
 _UNITS = (128, 64, 32, 16, 8, 4, 2)
 _MOST_UNEVEN = 1.125  # largest share over the even one for which a unit is kept
@@ -164,12 +164,7 @@ ALONE = TensorParallel()
 def check_divisible(spec: DecoderSpec, tensor_size: int, pipeline_size: int) -> None:
     """Raises ConfigError, naming what cannot be divided and the sizes that can, where a model
     cannot be spread over so many ranks."""
-    num_layers = len(spec.layers)
-    if pipeline_size > num_layers:
-        raise ConfigError(
-            f"--pipeline-parallel-size {pipeline_size}: the model has {num_layers} layers, and a "
-            f"stage needs one at least; use 1 to {num_layers}"
-        )
+    check_stages(len(spec.layers), pipeline_size)
     shard = Shard(0, tensor_size)
     shard.vocabulary(spec.vocab_size)
     for layer in spec.layers:

@@ -54,6 +54,15 @@ def divide(
     return [Stage(index, stages, *own) for index, own in enumerate(ranges)]
 
 
+def check_stages(num_layers: int, stages: int) -> None:
+    """Raises ConfigError for more stages than layers."""
+    if stages > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {stages}: the model has {num_layers} layers, and a stage "
+            f"needs one at least; use 1 to {num_layers}"
+        )
+
+
 def layer_ranges(
     bytes_per_layer: Sequence[int], first_extra: int, last_extra: int, stages: int
 ) -> list[Range]:
@@ -64,11 +73,7 @@ def layer_ranges(
     one (norm, head). Raises ConfigError for more stages than layers.
     """
     count = len(bytes_per_layer)
-    if stages > count:
-        raise ConfigError(
-            f"--pipeline-parallel-size {stages}: the model has {count} layers, and a stage needs "
-            f"one at least; use 1 to {count}"
-        )
+    check_stages(count, stages)
     sizes = list(bytes_per_layer)
     sizes[0] += first_extra
     sizes[-1] += last_extra

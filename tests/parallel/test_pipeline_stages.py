@@ -3,7 +3,6 @@ family, every way in which weights are kept, ends that are tied or not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from octavo.types import ConfigError
 from tests.fixtures import models
 from tests.model import expert_families
 from tests.model.quantized_checkpoints import KINDS, in_format
-from tests.model.running import all_logits, make_batch, random_ids, write_checkpoint, write_gguf
+from tests.model.running import all_logits, make_batch, random_ids, write_gguf
 from tests.model.test_families import FAMILIES
 from tests.parallel.ranks import on_ranks
 
@@ -63,22 +62,6 @@ class Chain:
 
     def most_likely(self, hidden: Tensor) -> Tensor:
         return self.stages[-1].most_likely(hidden)
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A tiny model of transformers' class, once for all tests."""
-    found: dict[str, Path] = {}
-
-    def make(name: str, **changes: Any) -> Path:
-        key = repr((name, sorted(changes.items())))
-        if key not in found:
-            path = tmp_path_factory.mktemp("model")
-            write_checkpoint(path, name, **changes)
-            found[key] = path
-        return found[key]
-
-    return make
 
 
 def load_stages(path: Path, count: int, dtype: str = "float32", **flags: Any) -> list[Model]:

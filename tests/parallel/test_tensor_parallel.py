@@ -3,7 +3,6 @@ come out uneven, and more ranks than KV heads. The ranks are threads (``ranks``)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,13 @@ from octavo.ops.native import library
 from octavo.types import ConfigError
 from tests.model import expert_families
 from tests.model.quantized_checkpoints import KINDS, in_format
-from tests.model.running import all_logits, random_ids, write_checkpoint, write_gguf
+from tests.model.running import all_logits, random_ids, write_gguf
 from tests.model.test_families import FAMILIES
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = random_ids(50)
 ALL = {**FAMILIES, **expert_families.FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A tiny model of transformers' class, once for all tests."""
-    found: dict[str, Path] = {}
-
-    def make(name: str, **changes: Any) -> Path:
-        key = repr((name, sorted(changes.items())))
-        if key not in found:
-            path = tmp_path_factory.mktemp("model")
-            write_checkpoint(path, name, **changes)
-            found[key] = path
-        return found[key]
-
-    return make
 
 
 def logits_on(path: Path, size: int, dtype: str = "float32", **flags: Any) -> list[Tensor]:
