@@ -15,13 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 
 from octavo.config import EngineConfig, ParallelConfig, SchedulerConfig
 from octavo.grammar.grammars import Grammars
 from octavo.types import ConfigError, EngineDead, SamplingParams, StepFailed
-from octavo.worker import group
+from octavo.worker import group, messages
 from octavo.worker.group import GroupExecutor
 from octavo.worker.info import WorkerInfo
+from octavo.worker.messages import encoder
 from octavo.worker.runner import _first_plan
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
@@ -106,6 +108,22 @@ def test_a_step_that_fails_on_all_ranks_has_failed_and_others_follow(make: Make)
     with pytest.raises(StepFailed, match="slipped"):
         executor.collect()
     assert executor.collect().step == 2
+
+
+def test_what_a_rank_of_a_former_engine_says_does_not_count(make: Make) -> None:
+    """Ranks on other hosts outlive their engine for a while, and call the next one."""
+    executor = make("well")
+    start(executor)
+    former = executor._context.socket(zmq.DEALER)
+    former.setsockopt(zmq.IDENTITY, b"1/former/news")
+    former.connect(executor._endpoint)
+    former.send(encoder.encode(messages.Broken("I cannot go on")))
+    former.send(encoder.encode(messages.StepError(0, "I slipped")))
+    for step in range(2):
+        executor.submit(plan_of(step))
+        assert executor.collect().step == step
+    assert not executor._faults
+    former.close(linger=0)
 
 
 def test_a_step_that_fails_on_one_rank_ends_the_group(
