@@ -274,7 +274,9 @@ class MockEngine:
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    engine = MockEngine(Options(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3], config)
+    options = Options(**json.loads(sys.argv[1]))
+    options.max_num_seqs = config.scheduler.max_num_seqs or options.max_num_seqs
+    engine = MockEngine(options, sys.argv[2], sys.argv[3], config)
     engine.load(config)
     engine.run()
     engine.context.destroy(linger=500)
