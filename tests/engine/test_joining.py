@@ -119,10 +119,12 @@ def test_joined_replica_serves_and_its_place_is_free_when_it_goes(checkpoint):
 
 def test_a_node_keeps_what_is_its_own_to_choose(checkpoint):
     async def main():
-        async with head(checkpoint, max_num_seqs=5) as client:
-            async with node(checkpoint, client.port, max_num_seqs=3):
-                await come(lambda: client.num_serving == 2)
-                assert [r.found.max_num_seqs for r in client.replicas] == [5, 3]
+        async with (
+            head(checkpoint, max_num_seqs=5) as client,
+            node(checkpoint, client.port, max_num_seqs=3),
+        ):
+            await come(lambda: client.num_serving == 2)
+            assert [r.found.max_num_seqs for r in client.replicas] == [5, 3]
 
     asyncio.run(main())
 
