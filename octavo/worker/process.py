@@ -266,6 +266,8 @@ class Worker:
             store = parallel.open_store(self._topology.address)
             self._send(messages.StoreOpen(store.port))
         command = self._reader.commands.get()
+        if isinstance(command, Exception):
+            raise command
         if not isinstance(command, messages.Meet):
             sys.exit(0)  # another rank could not start
         on = torch.device("cuda", device.gpu.index) if device.gpu else torch.device("cpu")
