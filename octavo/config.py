@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.flags import flag, internal
+from octavo.speculation import SpeculativeConfig, check_stages, speculating
 from octavo.types import ConfigError
 
 GIB = 1 << 30
@@ -383,6 +384,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     enforce_eager: bool = flag(False, "no CUDA graphs", group="model")
     structured_outputs_config: dict[str, Any] = flag(
         {},
@@ -680,6 +682,7 @@ def reject_unsupported(config: EngineConfig) -> None:
     """Raises ConfigError for a value that parses but that this version cannot run."""
     parallel = config.parallel
     _check_nodes(parallel)
+    check_stages(speculating(config.speculative), parallel.pipeline_parallel_size)
     backend = parallel.distributed_executor_backend
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if backend == "ray":

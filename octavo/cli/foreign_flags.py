@@ -4,13 +4,6 @@ from __future__ import annotations
 
 # Flags of vLLM that a later version brings: parsed, then "not in this version" (exit 2).
 FLAGS_OF_LATER_VERSIONS: dict[str, str] = {
-    "--speculative-config": "speculative decoding",
-    "-sc": "speculative decoding",
-    "--spec-method": "speculative decoding",
-    "--spec-model": "speculative decoding",
-    "--spec-tokens": "speculative decoding",
-    "--speculative-model": "speculative decoding",
-    "--num-speculative-tokens": "speculative decoding",
     "--otlp-traces-endpoint": "tracing",
     "--enable-lora": "LoRA adapters",
     "--lora-modules": "LoRA adapters",

@@ -53,8 +53,9 @@ class StepPlan:
 
     step: int
     slots: Int32  # [n] one row per slot, no slot twice
-    num_tokens: Int32  # [n] tokens to compute, >= 1
-    starts: Int32  # [n] position of the first of them (an upper bound under speculation)
+    num_tokens: Int32  # [n] tokens to compute, >= 1, with the guesses that the row may bring
+    starts: Int32  # [n] position of the first of them; under speculation, of rows with SAMPLE the
+    # most it can be: the row's known tokens end where its history does
     flags: NDArray[np.uint8]  # [n] SAMPLE | PROMPT_LOGPROBS | POOL
     block_starts: Int32  # [n] index in the slot's block table where the row's new ids go
     block_indptr: Int32  # [n + 1] CSR into block_ids
@@ -64,10 +65,21 @@ class StepPlan:
     new_requests: list[NewRequest]  # [r]
     new_indptr: Int32  # [r + 1] CSR into new_token_ids
     new_token_ids: Int32  # all ids known so far of each new request
+    num_drafts: Int32 | None = None  # [n] most guesses of each row; None without speculation
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
+
+    @property
+    def num_known(self) -> Int32:
+        """[n] tokens to compute without guesses."""
+        return self.num_tokens if self.num_drafts is None else self.num_tokens - self.num_drafts
+
+    @property
+    def most_drafts(self) -> int:
+        """Of any row."""
+        return 0 if self.num_drafts is None else int(self.num_drafts.max(initial=0))
 
     @property
     def total_tokens(self) -> int:
@@ -90,7 +102,7 @@ class StepResult:
     step: int
     tokens: Int32  # [n, k + 1]; row i holds num_accepted[i] tokens, k = 0 without speculation
     num_accepted: Int32  # [n] 0 for rows without SAMPLE
-    logprob_rows: Int32  # [q] the rows that ``logprobs`` describes
+    logprob_rows: Int32  # [q] the rows that ``logprobs`` describes, once for each of their tokens
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # row -> for each of its
     # tokens the log-probability of the token that follows it (none after the prompt's last)
@@ -100,6 +112,7 @@ class StepResult:
     # complete: nothing may follow; else why it cannot go on (then the row accepted no token)
     busy_seconds: Float32 | None = None  # [stages] that each stage of a pipeline computed the step,
     # without what it waited for others; None where nobody measured
+    num_drafted: Int32 | None = None  # [n] guesses that were computed; None without speculation
 
 
 T = TypeVar("T", StepPlan, StepResult)

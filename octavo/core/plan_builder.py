@@ -27,6 +27,7 @@ class PlanBuilder:
         self._running = running
         self.slots = NO_SLOTS  # of all rows once ``build`` was called
         self._counts = EMPTY
+        self._drafts: Int32 | None = None
         self._new_slots: list[int] = []
         self._new_counts: list[int] = []
         self._new: list[tuple[NewRequest, Int32]] = []
@@ -39,9 +40,10 @@ class PlanBuilder:
     def num_rows(self) -> int:
         return len(self.slots) + len(self._new_slots)
 
-    def set_rows(self, slots: Index, counts: Int32) -> None:
-        """The rows of requests that already run."""
-        self.slots, self._counts = slots, counts
+    def set_rows(self, slots: Index, counts: Int32, drafts: Int32 | None = None) -> None:
+        """The rows of requests that already run. ``drafts``: of the tokens in ``counts``, those
+        that are guesses; None without speculation."""
+        self.slots, self._counts, self._drafts = slots, counts, drafts
 
     def add_blocks(self, rows: Index, indices: Int32, counts: Int32, blocks: list[int]) -> None:
         """``counts[i]`` of the blocks go to the table of row ``rows[i]``, from ``indices[i]`` on.
@@ -73,13 +75,17 @@ class PlanBuilder:
 
     def build(self, step: int, freed_slots: list[int]) -> StepPlan:
         running = self._running
-        slots, counts = self.slots, self._counts
+        slots, counts, drafts = self.slots, self._counts, self._drafts
         if self._new_slots:
             self.slots = slots = np.concatenate([slots, self._new_slots])
             counts = np.concatenate([counts, int32(self._new_counts)])
+            if drafts is not None:
+                drafts = np.pad(drafts, (0, len(self._new_slots)))
         starts = running.computed[slots]
         ends = starts + counts
         totals = running.total[slots]
+        if drafts is not None:
+            totals = totals + drafts  # should all guesses be right
         draws = ends == totals  # no row computes the last token it may have: nothing follows it
         pooled = self._pooled_rows(slots, draws) if running.pooling else None
         if pooled is not None:
@@ -106,6 +112,7 @@ class PlanBuilder:
             new_requests=[new for new, _ in self._new],
             new_indptr=_pointers([len(ids) for _, ids in self._new]) if self._new else NO_ROWS,
             new_token_ids=np.concatenate([ids for _, ids in self._new]) if self._new else EMPTY,
+            num_drafts=drafts,
         )
 
     def _pooled_rows(self, slots: Index, ends: Bools) -> list[int]:

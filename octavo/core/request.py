@@ -40,8 +40,10 @@ class Request:
         "in_flight",
         "max_len",
         "message",
+        "num_accepted_drafts",
         "num_cached_tokens",
         "num_charged",
+        "num_drafts",
         "num_preemptions",
         "num_registered",
         "own_fault",
@@ -107,6 +109,9 @@ class Request:
         self.state = State.WAITING
         self.num_preemptions = 0
         self.num_cached_tokens = 0
+        self.num_drafts = self.num_accepted_drafts = (
+            0  # guesses computed, and those that were right
+        )
         self.tenant, self.weight = tenant, weight
         self.num_charged = 0  # of its tokens, while it runs (core.fair)
         self.timings = RequestTimings(arrival=arrival)

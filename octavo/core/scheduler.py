@@ -25,6 +25,7 @@ from octavo.core.prefix import PrefixIndex
 from octavo.core.queue import Queue, WaitingQueue
 from octavo.core.request import Request, State, worst_case_blocks
 from octavo.core.running import Bools, Index, Running
+from octavo.core.speculation import Speculation
 from octavo.types import FinishReason, InvalidRequest
 
 # A prompt chunk beside decoding rows is never cut below this many tokens.
@@ -90,8 +91,11 @@ class Scheduler:
         queue: Queue | None = None,
         cost: StepCost | None = None,
         on_event: EventSink = ignore,
+        speculation: Speculation | None = None,
     ) -> None:
+        """``speculation``: how many guesses each row may bring; None: none does."""
         self.limits = limits
+        self.speculation = speculation
         self.pool = pool
         self.prefix = PrefixIndex(pool)
         self.waiting: Queue = queue if queue is not None else WaitingQueue()
@@ -187,12 +191,20 @@ class Scheduler:
             return None
         builder = PlanBuilder(self.running)
         rows, counts, budget, chunk_budget = self._share_budget()
+        drafts = None
+        if self.speculation is not None:
+            drafts = self._choose_drafts(self.speculation, rows, counts, budget)
+            counts = counts + drafts
+            budget -= int(drafts.sum())
         rows, counts, preempted = self._extend_tables(rows, counts, builder)
+        if preempted and drafts is not None:
+            drafts = np.zeros(len(rows), dtype=np.int32)  # there were none
         while preempted and not len(rows) and not len(self._in_flight) and len(self.running):
             # All of a group has lost its blocks: another one comes now.
             rows, counts, budget, chunk_budget = self._share_budget()
             rows, counts, _ = self._extend_tables(rows, counts, builder)
-        builder.set_rows(rows, counts)
+            drafts = None if drafts is None else np.zeros(len(rows), dtype=np.int32)
+        builder.set_rows(rows, counts, drafts)
         if not preempted:
             self._admit(builder, budget, chunk_budget)
         plan = self._issue(builder) if builder.num_rows else None
@@ -312,6 +324,20 @@ class Scheduler:
             taken += count
         return rows, counts, preempted
 
+    def _choose_drafts(
+        self, speculation: Speculation, rows: Index, counts: Int32, budget: int
+    ) -> Int32:
+        """Most guesses of each row, [n]: of those that decode, within the budget and their own
+        limits. Nobody is preempted for guesses: none where there are too few blocks for all."""
+        running, size = self.running, self.pool.block_size
+        totals = running.total[rows]
+        room = np.where(totals - running.computed[rows] == 1, running.limit[rows] - totals - 1, -1)
+        drafts = speculation.choose(rows, room, budget)
+        over = running.computed[rows] + counts + drafts - running.capacity[rows]
+        if int(np.maximum(-(-over // size), 0).sum()) > self.pool.num_free:
+            return np.zeros(len(rows), dtype=np.int32)
+        return drafts
+
     def _preempt(self, slot: int) -> None:
         """Recompute later: the request goes back to the queue with its tokens, without blocks."""
         epoch = int(self.running.epoch[slot])
@@ -327,6 +353,8 @@ class Scheduler:
         running = self.running
         valid = min(int(running.computed[slot]), int(running.known[slot]))
         request = running.vacate(slot)
+        if self.speculation is not None:
+            self.speculation.leave(slot, request)
         self.waiting.left(request)
         self.prefix.leave(request, request.tokens[:valid], keep)
         self._freed_slots.append(slot)
@@ -391,6 +419,8 @@ class Scheduler:
             self.waiting.admitted(request, len(request.tokens) - computed)
             self._count_admission(request, computed)
             slot = self.running.place(request, computed, self.pool.block_size)
+            if self.speculation is not None:
+                self.speculation.enter(slot)
             builder.add_request(request, slot, count, self._min_stop_ids(request))
             self.prefix.enter(request)
             budget -= count
@@ -453,29 +483,92 @@ class Scheduler:
         if np.count_nonzero(drew) < plan.num_rows:
             rows = drew.nonzero()[0]
             slots, tokens = slots[rows], tokens[rows]
-        place = running.known[slots]
-        known = place + 1
-        running.tokens[slots, place] = tokens
+        last, own_rows = tokens, rows
+        if plan.num_drafts is None:
+            place = running.known[slots]
+            known = place + 1
+            running.tokens[slots, place] = tokens
+        else:
+            own_rows, tokens, last, known = self._take_runs(result, plan, rows, slots)
         running.known[slots] = known
         if running.undrawn:
             self._stamp_first_tokens(slots)
-        handles = running.handles[slots]
+        handles = running.handles[plan.slots[own_rows] if plan.num_drafts is not None else slots]
         row_handles = self._prompt_logprob_handles(result, issued, live)
         # One that was preempted computes its vector anew.
         pooled = {row: int(running.handles[plan.slots[row]]) for row in result.pooled if live[row]}
         self._advance(slots if len(slots) == plan.num_rows else issued.slots[live])
         complete = [int(plan.slots[row]) for row in result.grammar_ends if live[row]]
         undrawn = self._finish_undrawn(result, plan, live) if complete else []
-        finished = undrawn + self._finish_rows(slots, tokens, known, complete)
+        finished = undrawn + self._finish_rows(slots, last, known, complete)
         finished += self._finish_silent(plan, live)
-        orphans = self._adopt_orphans(result, issued, finished)
-        if orphans:
-            extra = np.array(list(orphans))
-            rows = np.concatenate([rows, extra])
-            tokens = np.concatenate([tokens, result.tokens[extra, 0]])
-            handles = np.concatenate([handles, np.array([*orphans.values()], dtype=np.int64)])
-        self.counters.generation_tokens += len(rows)
-        return Update(plan, rows, handles, tokens, finished, row_handles, pooled)
+        adopted = self._adopt_orphans(result, issued, finished)
+        if adopted:
+            extra, late, owners = map(np.array, zip(*adopted))
+            own_rows = np.concatenate([own_rows, extra])
+            tokens = np.concatenate([tokens, late.astype(np.int32)])
+            handles = np.concatenate([handles, owners.astype(np.int64)])
+        self.counters.generation_tokens += len(tokens)
+        return Update(plan, own_rows, handles, tokens, finished, row_handles, pooled)
+
+    def _take_runs(
+        self, result: StepResult, plan: StepPlan, rows: Index, slots: Index
+    ) -> tuple[Index, Int32, Int32, Int32]:
+        """What rows drew that may have brought guesses: several tokens each, up to the one that
+        ends a request; what wrong guesses had taken is given back. Returns (row of each token,
+        tokens, the last one of each row, tokens known of each row)."""
+        running, speculation = self.running, self.speculation
+        assert plan.num_drafts is not None and speculation is not None
+        place, accepted = running.known[slots], result.num_accepted[rows]
+        runs = result.tokens[rows]
+        counts = self._up_to_ending(slots, runs, accepted)
+        asked = plan.num_drafts[rows]
+        if result.num_drafted is not None:
+            speculation.observe(slots, asked, result.num_drafted[rows], accepted - 1)
+        missing = asked + 1 - accepted
+        if missing.any():
+            running.total[slots] -= missing
+            running.computed[slots] -= missing
+            self._give_back_blocks(slots[missing > 0])
+        each = np.repeat(np.arange(len(rows)), counts)
+        offsets = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens = runs[each, offsets]
+        running.tokens[slots[each], place[each] + offsets] = tokens
+        last = runs[np.arange(len(rows)), counts - 1]
+        return rows[each], tokens, last, place + counts
+
+    def _up_to_ending(self, slots: Index, runs: Int32, accepted: Int32) -> Int32:
+        """Tokens of each row up to the first that ends its request, [m] of ``accepted``."""
+        running = self.running
+        if not len(slots) or accepted.max() <= 1:
+            return accepted
+        places = np.arange(1, runs.shape[1] + 1)
+        lengths = running.known[slots][:, None] + places
+        ends = np.zeros(runs.shape, dtype=np.bool_)
+        for eos in self.eos_ids:
+            ends |= runs == eos
+        ends &= lengths >= running.stop_from[slots][:, None]
+        if running.watched:
+            for row in np.nonzero(np.isin(slots, list(running.watched)))[0].tolist():
+                request = running.at(int(slots[row]))
+                for index, token in enumerate(runs[row].tolist()):
+                    length = int(lengths[row, index])
+                    ends[row, index] |= request.ending(token, length, self.eos_ids) is not None
+        ends &= places <= accepted[:, None]
+        return np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, accepted).astype(np.int32)
+
+    def _give_back_blocks(self, slots: Index) -> None:
+        """Blocks behind the next token of each slot."""
+        running, size = self.running, self.pool.block_size
+        excess = (running.capacity[slots] - running.computed[slots] - 1) // size
+        given = (excess > 0).nonzero()[0]
+        if not len(given):
+            return
+        running.capacity[slots[given]] -= excess[given] * size
+        for slot, count in zip(slots[given].tolist(), excess[given].tolist()):
+            blocks = running.at(slot).blocks
+            self.pool.release(blocks[-count:])
+            del blocks[-count:]
 
     def fail(self) -> list[Request]:
         """The oldest plan in flight failed. Ends its requests, and those of later plans, which may
@@ -557,10 +650,10 @@ class Scheduler:
 
     def _adopt_orphans(
         self, result: StepResult, issued: Issued, finished: list[Request]
-    ) -> dict[int, int]:
+    ) -> list[tuple[int, int, int]]:
         """Tokens for requests that lost their slot meanwhile: appended, nothing else.
-        Returns row -> handle."""
-        adopted = {}
+        Returns (row, token, handle) of each."""
+        adopted: list[tuple[int, int, int]] = []
         for row, request in issued.orphans.items():
             request.in_flight -= 1
             grammar_end = result.grammar_ends.get(row)
@@ -572,13 +665,16 @@ class Scheduler:
                     self._finish_by_grammar(request, grammar_end)
                     finished.append(request)
                 continue
-            token = int(result.tokens[row, 0])
-            request.append(token)
-            adopted[row] = request.handle
             now = self._clock()
             if request.timings.first_token < 0:
                 request.timings.first_token = now
-            ending = request.ending(token, len(request.tokens), self.eos_ids)
+            ending = None
+            for token in result.tokens[row, : result.num_accepted[row]].tolist():
+                request.append(token)
+                adopted.append((row, token, request.handle))
+                ending = request.ending(token, len(request.tokens), self.eos_ids)
+                if ending:
+                    break
             if grammar_end is not None:
                 ending = _complete(ending)
             if ending:
@@ -624,7 +720,8 @@ class Scheduler:
             assert running.computed[slot] <= running.total[slot] <= running.limit[slot]
             assert running.known[slot] <= running.total[slot]
             draws = running.total[slot] - running.known[slot]  # in flight
-            assert draws <= (1 if self._groups else self._most_in_flight)
+            most = 1 if self.speculation is None else 1 + self.speculation.most
+            assert draws <= most * (1 if self._groups else self._most_in_flight)
             assert running.computed[slot] <= running.capacity[slot]
             assert running.capacity[slot] == len(request.blocks) * self.pool.block_size
         for request in self.waiting:

@@ -23,6 +23,7 @@ from octavo.core.fair import waiting_queue
 from octavo.core.plan import Float32, Logprobs, StepPlan, StepResult
 from octavo.core.request import Request, State
 from octavo.core.scheduler import Limits, Scheduler, Update
+from octavo.core.speculation import Speculation
 from octavo.engine.cost import StepCosts
 from octavo.engine.messages import (
     CLIENT_SHIFT,
@@ -39,7 +40,9 @@ from octavo.engine.messages import (
     unpack_ids,
 )
 from octavo.engine.stage_use import StageUse
+from octavo.engine.verify_cost import VerifyCosts
 from octavo.grammar.grammars import Grammars
+from octavo.speculation import speculating
 from octavo.types import (
     FinishReason,
     InvalidRequest,
@@ -111,6 +114,12 @@ class Engine:
         self.grammars = grammars or Grammars()
         self._preparing: list[Request] = []  # in order of arrival
         self.costs = StepCosts()
+        self._verify_costs = VerifyCosts()
+        self._speculation: Speculation | None = None
+        if wanted := speculating(config.speculative):
+            self._speculation = Speculation(
+                wanted.num_tokens, info.max_num_seqs, self._verify_costs
+            )
         self.step_started: float | None = None  # when the plan that runs now was first to run
         self._executor = executor
         self._clock = clock
@@ -147,6 +156,7 @@ class Engine:
             ),
             cost=self.costs,
             on_event=self._on_event,
+            speculation=self._speculation,
         )
         # Facts of the model that make equal ids mean different KV.
         kept = config.cache.kv_cache_dtype
@@ -292,7 +302,7 @@ class Engine:
         cost = self._measure(self._clock(), result.busy_seconds)
         began = time.perf_counter()
         update = self._scheduler.update(result)
-        self._observe_cost(update.plan, cost)
+        self._observe_cost(update.plan, result, cost)
         self._issue()  # before anything else: the device is waiting
         if not self._submitted:
             self._use.end()
@@ -324,11 +334,18 @@ class Engine:
         self.step_started = collected if self._submitted else None
         return cost
 
-    def _observe_cost(self, plan: StepPlan, seconds: float) -> None:
-        num_decode = self._step_tokens = plan.total_tokens
-        if num_decode > plan.num_rows:
-            num_decode = int(np.count_nonzero(plan.num_tokens == 1))
-        self.costs.observe(num_decode, self._step_tokens - num_decode, seconds)
+    def _observe_cost(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        num_known = num_decode = int(plan.num_known.sum())
+        if num_known > plan.num_rows:
+            num_decode = int(np.count_nonzero(plan.num_known == 1))
+        self.costs.observe(num_decode, num_known - num_decode, seconds)
+        self._step_tokens = num_known
+        if result.num_drafted is not None:
+            num_guesses = int(result.num_drafted.sum())
+            self._step_tokens += num_guesses
+            if num_decode == num_known:
+                num_drawn = int(result.num_accepted.sum())
+                self._verify_costs.observe(num_decode, num_guesses, num_drawn, seconds)
 
     def _fail(self, failure: StepFailed) -> Outputs:
         """One step failed: its requests end with the error, the loop goes on."""
@@ -393,11 +410,14 @@ class Engine:
         self, update: Update, result: StepResult, logprobs: Logprobs
     ) -> list[TokenLogprobRow]:
         """In the order of the update's tokens, for the handles that asked."""
-        entry_of = {int(row): entry for entry, row in enumerate(result.logprob_rows)}
+        entries_of: dict[int, list[int]] = {}  # of each row, for its tokens, the last one first
+        for entry in reversed(range(len(result.logprob_rows))):
+            entries_of.setdefault(int(result.logprob_rows[entry]), []).append(entry)
         rows = []
         for row, handle in zip(update.rows.tolist(), update.handles.tolist()):
-            if (entry := entry_of.get(row)) is None:
+            if not (left := entries_of.get(row)):
                 continue
+            entry = left.pop()
             count = int((logprobs.ids[entry] >= 0).sum())
             ids = logprobs.ids[entry, :count].tolist()
             values = logprobs.values[entry, :count].tolist()

@@ -26,7 +26,9 @@ class StepBatch:
     starts: Int32  # [n] position of the row's first token
     num_tokens: Int32  # [n]
     drawing: Int64  # [r] rows that draw
-    draw_positions: Int32  # [r] index of the token each of them draws
+    draw_positions: Int32  # [r] index of the (first) token each of them draws
+    num_guesses: Int32  # [r] guesses of each of them, which are its last tokens; it draws one
+    # token for each and one more, from so many consecutive ``forward.logit_rows``
     scored: Int64  # rows whose own tokens want log-probabilities
     pooled: Int64  # rows whose hidden states are pooled
     first_tokens: Int64  # [n] index of each row's first token in the batch
@@ -45,15 +47,28 @@ class Rows:
     decode_rows: int  # how many bring a single token
 
 
-def order_rows(plan: StepPlan) -> Rows:
-    single = plan.num_tokens == 1
+@dataclass(slots=True)
+class Guesses:
+    """What a plan's rows bring beyond what is known; the ids are in the slots' histories."""
+
+    counts: Int32  # [n], at most the plan's num_drafts
+
+
+def order_rows(
+    plan: StepPlan, starts: Int32 | None = None, num_tokens: Int32 | None = None
+) -> Rows:
+    """``starts``, ``num_tokens``: of the plan's rows, [n], where guesses made them others than the
+    plan's."""
+    starts = plan.starts if starts is None else starts
+    num_tokens = plan.num_tokens if num_tokens is None else num_tokens
+    single = num_tokens == 1
     decode_rows = int(np.count_nonzero(single))
-    order = np.argsort(np.where(single, -plan.starts, 1), kind="stable")
+    order = np.argsort(np.where(single, -starts, 1), kind="stable")
     return Rows(
         order,
         plan.slots[order],
-        plan.starts[order],
-        plan.num_tokens[order],
+        starts[order],
+        num_tokens[order],
         plan.flags[order],
         decode_rows,
     )
@@ -75,10 +90,11 @@ class BatchBuilder:
         self._starts = torch.zeros(max_rows + 1, dtype=torch.int32)
         self._lens = torch.zeros(max_rows, dtype=torch.int32)
         self._tables = torch.zeros(max_rows * slots.max_blocks, dtype=torch.int32)
-        self._logit_rows = torch.zeros(max_rows, dtype=torch.int64)
+        self._logit_rows = torch.zeros(max_tokens, dtype=torch.int64)
 
-    def build(self, plan: StepPlan) -> StepBatch:
-        """The batch of ``plan``, whose changes the slots must have applied already.
+    def build(self, plan: StepPlan, guesses: Guesses | None = None) -> StepBatch:
+        """The batch of ``plan``, whose changes the slots must have applied already. The guesses
+        are in the slots' histories.
 
         Raises ValueError for a plan beyond the buffers.
         """
@@ -88,7 +104,10 @@ class BatchBuilder:
                 f"step {plan.step} has {n} rows and {total} tokens; the worker holds "
                 f"{self.max_rows} rows and {self.max_tokens} tokens"
             )
-        rows = order_rows(plan)
+        num_guesses = np.zeros(n, dtype=np.int32) if guesses is None else guesses.counts
+        rows = order_rows(plan, self.slots.starts(plan), plan.num_known + num_guesses)
+        total = int(rows.num_tokens.sum())
+        num_guesses = num_guesses[rows.plan_rows]
         slots, starts, num_tokens, flags = rows.slots, rows.starts, rows.num_tokens, rows.flags
         decode_rows = rows.decode_rows
 
@@ -101,7 +120,13 @@ class BatchBuilder:
             token_slots = np.repeat(slots, num_tokens)
         drawing = ((flags & SAMPLE) != 0).nonzero()[0]
         ends = starts + num_tokens
-        forward = self._fill(slots, token_slots, positions, query_starts, ends, drawing)
+        num_guesses = num_guesses[drawing]
+        logit_rows = query_starts[drawing + 1] - 1
+        if guesses is not None:
+            each = np.repeat(logit_rows - num_guesses, num_guesses + 1)
+            first = np.cumsum(num_guesses + 1) - (num_guesses + 1)
+            logit_rows = each + np.arange(len(each)) - np.repeat(first, num_guesses + 1)
+        forward = self._fill(slots, token_slots, positions, query_starts, ends, logit_rows)
         forward.decode_rows = decode_rows
         return StepBatch(
             forward=forward,
@@ -110,7 +135,8 @@ class BatchBuilder:
             starts=starts,
             num_tokens=num_tokens,
             drawing=drawing,
-            draw_positions=ends[drawing],
+            draw_positions=ends[drawing] - num_guesses,
+            num_guesses=num_guesses,
             scored=((flags & PROMPT_LOGPROBS) != 0).nonzero()[0],
             pooled=((flags & POOL) != 0).nonzero()[0],
             first_tokens=first_tokens,
@@ -123,7 +149,7 @@ class BatchBuilder:
         positions: Int64,
         query_starts: Int64,
         ends: Int32,
-        drawing: Int64,
+        logit_rows: Int64,
     ) -> ForwardBatch:
         state, size = self.slots, self.slots.block_size
         n, total = len(slots), len(positions)
@@ -136,7 +162,7 @@ class BatchBuilder:
         width = int(-(-ends.max() // size))
         tables = self._tables[: n * width].view(n, width)
         tables.numpy()[:] = state.block_table_host[:, :width][slots]
-        self._logit_rows.numpy()[: len(drawing)] = query_starts[drawing + 1] - 1
+        self._logit_rows.numpy()[: len(logit_rows)] = logit_rows
         return ForwardBatch(
             token_ids=self._ids[:total],
             positions=self._positions[:total],
@@ -148,5 +174,5 @@ class BatchBuilder:
             block_tables=tables,
             block_size=size,
             decode_rows=0,
-            logit_rows=self._logit_rows[: len(drawing)],
+            logit_rows=self._logit_rows[: len(logit_rows)],
         )

@@ -19,15 +19,17 @@ from octavo.machine import available_cores, available_memory
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.model.shard import ALONE, TensorParallel
-from octavo.types import EngineDead, Progress, SamplingParams
+from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
-from octavo.worker.constraints import advance
+from octavo.worker.draws import Drawer
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.memory import left_for_cache, plan_memory
 from octavo.worker.pooling import Pools
-from octavo.worker.sampler import Drawn, Sampler, describe, join, no_logprobs, only_tokens, stack
+from octavo.worker.sampler import describe, no_logprobs, stack
 from octavo.worker.sizes import MemoryPlan
 from octavo.worker.slots import Slots
+from octavo.worker.speculative.combine import make_proposer
+from octavo.worker.speculative.proposer import Proposer
 from octavo.worker.stages import Stages
 
 if TYPE_CHECKING:
@@ -139,6 +141,8 @@ class Runner:
         began, waited = time.perf_counter(), self._waited
         with torch.inference_mode():
             try:
+                if self.proposer is not None:
+                    self.proposer.apply(plan)
                 self.slots.apply(plan)
                 if len(plan.copies):
                     pairs = torch.from_numpy(plan.copies.astype(np.int64))
@@ -165,9 +169,10 @@ class Runner:
             rows, memory.max_model_len, memory.block_size, vocab, self.grammars, self.follows
         )
         self.batches = batches.BatchBuilder(self.slots, max(rows, tokens), rows)
-        self.sampler = Sampler(self.slots)
         self.pools = Pools()
         self.logit_rows = max(1, LOGITS_BYTES // (4 * vocab))
+        self.drawer = Drawer(self.model, self.slots, self.ranks, self.follows, self.logit_rows)
+        self.proposer = make_proposer(self.config, self.slots)
         if self.world is not None and self.world.place.pipeline_size > 1:
             self.stages = Stages(self.world, self.model)
 
@@ -180,13 +185,30 @@ class Runner:
         return not (self.ranks.leads and is_last)
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        batch = self.batches.build(plan)
-        hidden = self.stages.receive(plan.total_tokens) if self.stages else None
+        guesses = None
+        if plan.most_drafts and self.proposer is not None:
+            guesses = self._guess(self.proposer, plan)
+        batch = self.batches.build(plan, guesses)
+        hidden = self.stages.receive(len(batch.forward.token_ids)) if self.stages else None
         if self.stages and not self.stages.is_last:
             self.stages.send(self.model.forward(batch.forward, self.cache, hidden))
             self.stages.expect(plan, batch, self.slots)
             return _nothing(plan)
-        return self._finish(plan, batch, hidden)
+        result = self._finish(plan, batch, hidden)
+        if plan.num_drafts is not None:
+            none = np.zeros(plan.num_rows, dtype=np.int32)
+            result.num_drafted = none if guesses is None else guesses.counts
+        return result
+
+    def _guess(self, proposer: Proposer, plan: StepPlan) -> batches.Guesses:
+        """What the rows bring that may bring guesses; it is in the slots' histories then."""
+        assert plan.num_drafts is not None
+        asked = plan.num_drafts.nonzero()[0]
+        counts, ids = proposer.propose(plan.slots[asked], plan.num_drafts[asked])
+        self.slots.write_guesses(plan.slots[asked], counts, ids)
+        guesses = batches.Guesses(np.zeros(plan.num_rows, dtype=np.int32))
+        guesses.counts[asked] = counts
+        return guesses
 
     def _finish(self, plan: StepPlan, batch: batches.StepBatch, given: Tensor | None) -> StepResult:
         """What the last stage does, or the only one. ``given``: hidden states of the one before."""
@@ -196,61 +218,15 @@ class Runner:
             self._score_prompts(batch, hidden, result)
             self._pool_prompts(batch, hidden, result)
             last = hidden[batch.forward.logit_rows]
-        elif batch.forward.decode_rows == len(batch.drawing) == plan.num_rows:
+        elif batch.forward.decode_rows == len(batch.drawing) == plan.num_rows:  # no guesses
             last = self.model.forward(batch.forward, self.cache, given)
         else:
             last = self.model.forward_last(batch.forward, self.cache, given)
         if len(batch.drawing):
-            self._draw(batch, last, result)
+            if self.proposer is not None:
+                self.proposer.computed(batch, last)
+            self.drawer.draw(batch, last, result)
         return result
-
-    def _draw(self, batch: batches.StepBatch, last: Tensor, result: StepResult) -> None:
-        """last: [r, hidden] of the rows that draw."""
-        slots = batch.slots[batch.drawing]
-        parts = [
-            slice(start, start + self.logit_rows) for start in range(0, len(slots), self.logit_rows)
-        ]
-        if not self.slots.needs[slots].any():
-            drawn = only_tokens(torch.cat([self.model.most_likely(last[part]) for part in parts]))
-        elif self.follows:
-            for part in parts:
-                self.model.logits(last[part])  # this rank's share of them
-            drawn = only_tokens(self.ranks.agreed(torch.empty(len(slots), dtype=torch.int64)))
-            if len(slots) and int(drawn.tokens[0]) < 0:
-                raise RuntimeError("the rank that draws could not")
-        else:
-            try:
-                if self.slots.constraints:
-                    self.slots.constraints.fill(slots.tolist())
-                drawn = join([self._sample(batch, last, slots, part) for part in parts])
-            except EngineDead:
-                raise
-            except Exception:  # the others are waiting
-                self.ranks.agreed(torch.full((len(slots),), -1, dtype=torch.int64))
-                raise
-            self.ranks.agreed(drawn.tokens)
-        self.slots.append(slots, batch.draw_positions, drawn.tokens)
-        rows = batch.plan_rows[batch.drawing]
-        result.tokens[rows, 0] = drawn.tokens.numpy()
-        result.num_accepted[rows] = 1
-        if self.slots.constraints:
-            self._advance_grammars(slots, rows, drawn.tokens, result)
-        result.logprob_rows = rows[drawn.rows].astype(np.int32)
-        result.logprobs = drawn.logprobs
-
-    def _advance_grammars(
-        self, slots: np.ndarray, rows: np.ndarray, tokens: Tensor, result: StepResult
-    ) -> None:
-        """rows: the plan's rows of ``slots``, which drew ``tokens``."""
-        ends, dropped = advance(self.slots.constraints.of(slots.tolist()), tokens.tolist())
-        result.grammar_ends = {int(rows[index]): message for index, message in ends.items()}
-        result.num_accepted[rows[dropped]] = 0
-
-    def _sample(
-        self, batch: batches.StepBatch, last: Tensor, slots: np.ndarray, part: slice
-    ) -> Drawn:
-        logits = self.model.logits(last[part])
-        return self.sampler.sample(logits, slots[part], batch.draw_positions[part])
 
     def _score_prompts(self, batch: batches.StepBatch, hidden: Tensor, result: StepResult) -> None:
         """For each token of the rows that ask, the log-probability of the token after it."""

@@ -118,6 +118,35 @@ class Slots:
             self._set_blocks(plan)
         self._check_rows(plan)
 
+    def starts(self, plan: StepPlan) -> NDArray[np.int32]:
+        """[n] where each row begins: those that draw, where their known tokens end. A plan made
+        before earlier guesses were compared says only how far that can be."""
+        ends = self.length[plan.slots] - plan.num_known
+        return np.where((plan.flags & SAMPLE) != 0, ends, plan.starts)
+
+    def write_guesses(
+        self, slots: NDArray[np.int32], counts: NDArray[np.int32], ids: NDArray[np.int32]
+    ) -> None:
+        """Puts ``counts[i]`` ids of each row of ``ids`` [r, k] behind the known tokens of a slot,
+        which they do not become."""
+        each = np.repeat(np.arange(len(slots)), counts)
+        places = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.history_host[slots[each], self.length[slots[each]] + places] = ids[each, places]
+
+    def append_runs(
+        self,
+        slots: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        runs: NDArray[np.int64],
+    ) -> None:
+        """As ``append``, for ``counts[i]`` tokens of each row of ``runs`` [r, k + 1] from
+        ``positions[i]`` on. No slot counts its output for penalties."""
+        each = np.repeat(np.arange(len(slots)), counts)
+        places = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.history_host[slots[each], positions[each] + places] = runs[each, places]
+        self.length[slots] = positions + counts
+
     def append(
         self, slots: NDArray[np.int32], positions: NDArray[np.int32], tokens: Tensor
     ) -> None:
@@ -221,11 +250,13 @@ class Slots:
 
     def _check_rows(self, plan: StepPlan) -> None:
         ends = plan.starts + plan.num_tokens
-        known = self.length[plan.slots]
-        if (ends > known).any():
-            row = int((ends > known).argmax())
+        needed, known = plan.starts + plan.num_known, self.length[plan.slots]
+        if plan.num_drafts is not None:  # where rows draw, what is known is what they compute
+            needed = np.where((plan.flags & SAMPLE) != 0, plan.num_known, needed)
+        if (needed > known).any():
+            row = int((needed > known).argmax())
             raise ValueError(
-                f"row {row} of step {plan.step} computes up to token {ends[row]} of slot "
+                f"row {row} of step {plan.step} computes up to token {needed[row]} of slot "
                 f"{plan.slots[row]}, which has {known[row]}"
             )
         places = self.num_blocks[plan.slots] * self.block_size

@@ -88,8 +88,12 @@ class Stages:
                 continue
             drawn = self._expected.popleft()
             stayed = slots.epoch[drawn.slots] == drawn.epochs
-            tokens = torch.from_numpy(result.tokens[drawn.rows[stayed], 0].astype(np.int64))
-            slots.append(drawn.slots[stayed], drawn.positions[stayed], tokens)
+            rows, own, positions = drawn.rows[stayed], drawn.slots[stayed], drawn.positions[stayed]
+            runs = result.tokens[rows].astype(np.int64)
+            if runs.shape[1] > 1:
+                slots.append_runs(own, positions, result.num_accepted[rows], runs)
+            else:
+                slots.append(own, positions, torch.from_numpy(runs[:, 0]))
 
     def settle(self) -> None:
         """Waits until all has gone, and forgets what was expected."""
