@@ -50,6 +50,7 @@ def settings_from(integer) -> Settings:
         long_prefill_threshold=integer(1, 7) if chunked and integer(0, 3) == 0 else 0,
         policy=policy,
         ageing=0.01 if policy == "priority" and integer(0, 1) else 0.0,
+        guesses=integer(1, 6) if integer(0, 1) else 0,
     )
 
 

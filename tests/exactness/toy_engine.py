@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ from octavo.core.fair import waiting_queue
 from octavo.core.plan import NewRequest, StepPlan, StepResult
 from octavo.core.request import Request, State
 from octavo.core.scheduler import Limits, Scheduler, Update
+from octavo.core.speculation import Speculation
 from octavo.types import FinishReason, SamplingParams
 from tests.fixtures import toy
 
@@ -33,6 +34,14 @@ class Settings:
     long_prefill_threshold: int = 0
     policy: str = "fcfs"
     ageing: float = 0.0
+    guesses: int = 0  # most of a row
+
+
+class Free:
+    """Guesses cost nothing."""
+
+    def seconds(self, num_rows: int, num_guesses: np.ndarray) -> np.ndarray:
+        return np.ones(len(num_guesses))
 
 
 @dataclass
@@ -87,6 +96,11 @@ class ToyEngine:
             clock=self._tick,
             queue=waiting_queue(settings.policy, settings.ageing),
             on_event=self.events.append,
+            speculation=(
+                Speculation(settings.guesses, settings.max_num_seqs, Free())
+                if settings.guesses
+                else None
+            ),
         )
         self.worker = toy.ToyWorker(
             settings.num_blocks,
@@ -209,7 +223,7 @@ class ToyEngine:
         ]
         assert len(set(drawing)) == len(drawing), "a row draws in two plans in flight"
         running = self.scheduler.running
-        ends = plan.starts + plan.num_tokens
+        ends = plan.starts + plan.num_known
         assert (ends <= running.known[plan.slots]).all(), "ids that the host does not know"
 
     def _execute(self, item: _InFlight) -> None:
@@ -295,8 +309,10 @@ class ToyEngine:
                 f"choice {handle}: token {position} is {token}, {choice.expected} was due"
             )
         handle_of = dict(zip(update.rows.tolist(), handles))
+        left = Counter(update.rows.tolist())  # tokens of each row
         for index, row in enumerate(result.logprob_rows.tolist()):
-            if row in handle_of:
+            if left[row] > 0:
+                left[row] -= 1
                 assert result.logprobs is not None
                 self.choices[handle_of[row]].logprobs.append(_entry(result.logprobs, index))
         for row, handle in update.row_handles.items():
