@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.assembly import Answer
-from octavo.checkpoint.locate import ModelFiles, locate
+from octavo.checkpoint.locate import ModelFiles, locate, locate_draft
 from octavo.config import EngineConfig, require_one_engine
 from octavo.engine.admission import prepare
 from octavo.engine.messages import EngineInfo, EngineStats
@@ -42,7 +42,11 @@ class Frontend:
         require_one_engine(config)
         weights = config.model.load_format != "dummy"
         self.files: ModelFiles = locate(model, config.model.revision, weights=weights)
-        self.config = replace(config, model=replace(config.model, model=str(self.files.path)))
+        self.config = replace(
+            config,
+            model=replace(config.model, model=str(self.files.path)),
+            speculative=locate_draft(config.speculative, weights=weights),
+        )
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         if not config.model.skip_tokenizer_init:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.flags import flag
+from octavo.flags import flag, internal
 from octavo.types import ConfigError
 
 METHODS = ("ngram", "suffix", "draft_model", "draft_layers")
@@ -35,7 +35,6 @@ class SpeculativeConfig:
         "method alone; ngram guesses what followed the last tokens before, suffix also in other "
         "answers",
         group="speculation",
-        top=True,
     )
     speculative_model: str | None = flag(
         None,
@@ -52,6 +51,7 @@ class SpeculativeConfig:
         minimum=1,
         maximum=MOST_TOKENS,
     )
+    draft_path: str = internal("")  # the draft model's files, once they are found
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import pytest
 ROOT = Path(__file__).parents[1] / "octavo"
 
 # Room -> what of octavo it may import, its own room aside. A name ends at a dot.
-EVERYBODY = {"types", "flags", "config", "machine"}
+EVERYBODY = {"types", "flags", "speculation", "config", "machine"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "flags": {"types"},
-    "config": {"types", "flags"},
+    "speculation": {"types", "flags"},
+    "config": {"types", "flags", "speculation"},
     "machine": set(),
     "outputs": {"types"},
     "core": EVERYBODY,
@@ -62,6 +63,7 @@ WITHOUT_TORCH = {
     *(
         "types",
         "flags",
+        "speculation",
         "config",
         "machine",
         "wire",

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.checkpoint.catalogue import CATALOGUE, pull, silent
 from octavo.checkpoint.hub import fetch_checkpoint, fetch_gguf
 from octavo.checkpoint.split import first_part, parts_of
+from octavo.speculation import SpeculativeConfig, speculating
 from octavo.types import ConfigError, Progress
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*(:[\w.\-]+)?")
@@ -79,6 +80,18 @@ def _nearest_sibling(path: Path) -> str:
         return f" (nor does {path.parent} exist)" if not path.parent.exists() else ""
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def locate_draft(
+    config: SpeculativeConfig, *, weights: bool = True, progress: Progress = silent
+) -> SpeculativeConfig:
+    """``config`` with the files of the draft model it names, if it names one. Raises as
+    ``locate``."""
+    wanted = speculating(config)
+    if wanted is None or wanted.model is None:
+        return config
+    found = locate(wanted.model, weights=weights, progress=progress)
+    return replace(config, draft_path=str(found.path))
 
 
 def _local(model: str, path: Path) -> ModelFiles:

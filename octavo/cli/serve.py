@@ -57,18 +57,20 @@ def run(arguments: Arguments) -> int:
     names = asked.served_model_name or [asked.model]
     log = StartupLog(names[0])
 
-    from octavo.checkpoint.locate import locate
+    from octavo.checkpoint.locate import locate, locate_draft
 
     weights = asked.load_format != "dummy"
     try:
         files = locate(asked.model, asked.revision, weights=weights, progress=log.progress)
         # From here on the model is its files: the engine process must not look for them again.
         model = replace(asked, model=str(files.path), served_model_name=names)
+        drafts = locate_draft(engine_config.speculative, weights=weights, progress=log.progress)
+        engine_config = replace(engine_config, model=model, speculative=drafts)
         if engine_config.parallel.node_rank:
-            return lend_devices(replace(engine_config, model=model))
+            return lend_devices(engine_config)
         from octavo.server.lifecycle import serve
 
-        return serve(replace(engine_config, model=model), server_config, files, log)
+        return serve(engine_config, server_config, files, log)
     finally:
         log.progress.end()  # an error's line begins on a line of its own
 
@@ -84,7 +86,7 @@ def lend_devices(config: EngineConfig) -> int:
 
 def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     """The replicas of this node join a head node; until they are told to stop."""
-    from octavo.checkpoint.locate import locate
+    from octavo.checkpoint.locate import locate, locate_draft
     from octavo.cli.console import PhaseLine
     from octavo.engine.headless import serve
     from octavo.server.lifecycle import logging_to_stderr
@@ -94,8 +96,9 @@ def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     weights = asked.load_format != "dummy"
     try:
         files = locate(asked.model, asked.revision, weights=weights, progress=progress)
+        drafts = locate_draft(config.speculative, weights=weights, progress=progress)
     finally:
         progress.end()
-    model = replace(asked, model=str(files.path))
+    config = replace(config, model=replace(asked, model=str(files.path)), speculative=drafts)
     with logging_to_stderr("info"):
-        return serve(replace(config, model=model), files.path, drain_timeout)
+        return serve(config, files.path, drain_timeout)

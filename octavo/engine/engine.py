@@ -404,6 +404,8 @@ class Engine:
             request.num_preemptions,
             request.message,
             request.own_fault,
+            request.num_drafts,
+            request.num_accepted_drafts,
         )
 
     def _logprob_rows(
@@ -442,7 +444,7 @@ class Engine:
         counters, pool, running = scheduler.counters, scheduler.pool, scheduler.running
         if counters.steps % FRAGMENTATION_STEPS == 0 or not len(running):
             self._measure_fragmentation()
-        return EngineStats(
+        stats = EngineStats(
             time=self._clock(),
             num_running=len(running),
             num_waiting=len(scheduler.waiting) + len(self._preparing),
@@ -466,6 +468,15 @@ class Engine:
             work_seconds=self._use.work_seconds,
             bubble=self._use.bubble,
         )
+        if self._speculation is not None:
+            drafts = self._speculation.counters
+            stats.num_drafts = drafts.num_drafts
+            stats.num_draft_tokens = drafts.num_draft_tokens
+            stats.num_accepted_drafts = drafts.num_accepted
+            stats.drafted_at, stats.accepted_at = drafts.drafted_at, drafts.accepted_at
+            stats.draft_length = self._speculation.length
+            stats.saved_seconds = self._verify_costs.saved_seconds
+        return stats
 
 
 def _prompt_rows(handle: int, plan: StepPlan, row: int, logprobs: Logprobs) -> PromptLogprobRows:

@@ -152,6 +152,8 @@ class Finished(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
     message: str = ""  # for FinishReason.ERROR
     own_fault: bool = False  # the request's: what it asks for cannot go on; else a step failed
+    num_drafts: int = 0  # guesses that were computed for it
+    num_accepted_drafts: int = 0  # … and that were right
 
 
 class Rejected(msgspec.Struct, array_like=True):
@@ -218,6 +220,13 @@ class EngineStats(msgspec.Struct, array_like=True):
     stage_busy_seconds: list[float] = []  # that each stage of a pipeline computed, ever
     work_seconds: float = 0.0  # in which a plan was in flight and its stages were measured, ever
     bubble: float = 0.0  # share of their time in which stages of late had nothing to compute
+    num_drafts: int = 0  # what one sequence brought to one step, of at least one guess; ever
+    num_draft_tokens: int = 0
+    num_accepted_drafts: int = 0
+    drafted_at: list[int] = []  # guesses by their place in a draft, ever
+    accepted_at: list[int] = []
+    draft_length: float = 0.0  # guesses that a sequence may bring to a step now
+    saved_seconds: float = 0.0  # against steps without guesses that draw as many tokens, ever
 
 
 class Outputs(Message, tag=True):

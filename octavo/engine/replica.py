@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -20,6 +21,8 @@ from octavo.engine.routing import SEQUENCE_TOKENS, Load, RecentWork
 RUNNING_TOTALS = (
     *("prefix_queries", "prefix_hits", "num_preemptions", "num_copies", "prompt_tokens"),
     *("prompt_tokens_cached", "generation_tokens", "num_steps"),
+    *("num_drafts", "num_draft_tokens", "num_accepted_drafts", "drafted_at", "accepted_at"),
+    "saved_seconds",
 )
 LIVE_COUNTS = (
     *("num_running", "num_waiting", "blocks_used", "blocks_cached", "blocks_free"),
@@ -155,7 +158,7 @@ class Replica:
     def stats(self) -> EngineStats:
         """The state of the engine that runs now, and running totals over all that were here."""
         now, past = self.client.stats, self._past_stats
-        counts = {name: getattr(now, name) + getattr(past, name) for name in RUNNING_TOTALS}
+        counts = {name: added([getattr(now, name), getattr(past, name)]) for name in RUNNING_TOTALS}
         if not self.client.alive:
             counts.update(dict.fromkeys(LIVE_COUNTS, 0))
         return msgspec.structs.replace(now, **counts)
@@ -166,10 +169,17 @@ def computed_tokens(stats: EngineStats) -> int:
     return stats.prompt_tokens - stats.prompt_tokens_cached + stats.generation_tokens
 
 
+def added(values: list[Any]) -> Any:
+    """The sum of numbers; of lists of them, by place."""
+    if values and isinstance(values[0], list):
+        return [sum(column) for column in zip_longest(*values, fillvalue=0)]
+    return sum(values)
+
+
 def summed_stats(parts: list[EngineStats]) -> EngineStats:
     """Counts added up. What belongs to one step of one engine is left out."""
     names = (*RUNNING_TOTALS, *LIVE_COUNTS)
-    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+    sums = {name: added([getattr(part, name) for part in parts]) for name in names}
     return EngineStats(time=max(part.time for part in parts), **sums)
 
 

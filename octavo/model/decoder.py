@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -87,7 +88,7 @@ class Model:
         self._state_of = [self._states.index(layer.mixer.key) for layer in self.layers]
         norm = spec.norm if stage.is_last else None
         self.norm = Norm("norm", norm, spec.hidden_size, ops) if norm else None
-        self._recorded: RecordedLayers | None = None
+        self._recorded: dict[int, RecordedLayers] | None = None  # by how many layers they are
 
     def parts(self) -> list[Part]:
         has_end = self.stage.is_first or self.stage.is_last
@@ -106,7 +107,7 @@ class Model:
         recordable = self._is_recordable()
         self.implementations |= self._linears.used
         if recordable:
-            self._recorded = RecordedLayers()
+            self._recorded = defaultdict(RecordedLayers)
 
     def finish_states(self) -> None:
         """After what is beside the layers is loaded: they can be run one by one then."""
@@ -163,7 +164,7 @@ class Model:
         A stage that is not the last gives those after its last layer, for the next one: in the
         model's dtype, of all tokens. One that is not the first takes those as ``hidden``, which may
         be written over; it does not read the batch's ids."""
-        return self._run(batch, cache, hidden, None)
+        return self._run(batch, cache, hidden, None, len(self.layers))
 
     @torch.inference_mode()
     def forward_last(
@@ -172,7 +173,14 @@ class Model:
         """The same for the tokens ``batch.logit_rows`` alone, [r, hidden]: the last layer spares
         the others all but their keys and values. A stage that is not the last gives all, as
         ``forward`` does."""
-        return self._run(batch, cache, hidden, batch.logit_rows if self.stage.is_last else None)
+        tokens = batch.logit_rows if self.stage.is_last else None
+        return self._run(batch, cache, hidden, tokens, len(self.layers))
+
+    @torch.inference_mode()
+    def forward_first(self, batch: ForwardBatch, cache: list[Tensor], num_layers: int) -> Tensor:
+        """As ``forward_last`` through the first ``num_layers`` layers alone, whose KV is written:
+        a rough guess of what all would give. Not for one of several stages."""
+        return self._run(batch, cache, None, batch.logit_rows, num_layers)
 
     def _run(
         self,
@@ -180,39 +188,50 @@ class Model:
         cache: list[Tensor],
         hidden: Tensor | None,
         tokens: Tensor | None,
+        num_layers: int,
     ) -> Tensor:
         if (hidden is None) != self.stage.is_first:
             raise ValueError(
                 "hidden states go into a stage that is not the first, and into no other"
             )
         states = self._states.prepare(batch)
+        layers = partial(self._run_layers, num_layers)
+        recorded = None if self._recorded is None else self._recorded[num_layers]
         if hidden is not None:
             x = hidden
-        elif self._recorded and self.embedding.is_plain:
-            return self._recorded(self._run_all, batch.token_ids, cache, states, tokens)
+        elif recorded and self.embedding.is_plain:
+            layers = partial(self._run_all, num_layers)
+            return recorded(layers, batch.token_ids, cache, states, tokens)
         else:
             x = self.embedding(batch.token_ids, batch.positions)
-        if self._recorded:
-            return self._recorded(self._run_layers, x, cache, states, tokens)
+        if recorded:
+            return recorded(layers, x, cache, states, tokens)
         # On a GPU rows of padding fill a captured step.
         slots = None if self.device == "cpu" else batch.slot_mapping
-        return self._run_layers(x, cache, states, tokens, slots)
+        return layers(x, cache, states, tokens, slots)
 
     def _run_all(
-        self, ids: Tensor, cache: list[Tensor], states: Sequence[Any], tokens: Tensor | None
+        self,
+        num_layers: int,
+        ids: Tensor,
+        cache: list[Tensor],
+        states: Sequence[Any],
+        tokens: Tensor | None,
     ) -> Tensor:
-        return self._run_layers(self.embedding(ids), cache, states, tokens)
+        return self._run_layers(num_layers, self.embedding(ids), cache, states, tokens)
 
     def _run_layers(
         self,
+        num_layers: int,
         x: Tensor,
         cache: list[Tensor],
         states: Sequence[Any],
         tokens: Tensor | None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        for layer, layer_cache, state in zip(self.layers, cache, self._state_of):
-            wanted = tokens if layer is self.layers[-1] else None
+        layers = self.layers[:num_layers]
+        for layer, layer_cache, state in zip(layers, cache, self._state_of):
+            wanted = tokens if layer is layers[-1] else None
             x = layer(x, layer_cache, states[state], wanted, slots)
         return x if self.norm is None else self.norm(x)
 

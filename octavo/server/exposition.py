@@ -242,12 +242,47 @@ class Exposition(Collector):
                 "Seconds in which the pipeline had a plan",
                 lambda r: r.stats.work_seconds,
             )
-        for name, what in (
-            ("num_drafts", "Drafts"),
-            ("num_draft_tokens", "Draft tokens"),
-            ("num_accepted_tokens", "Accepted draft tokens"),
+        yield from self._speculation(counter)
+
+    def _speculation(
+        self, counter: Callable[[str, str, Callable[[Replica], float]], Metric]
+    ) -> Iterator[Metric]:
+        for name, what, attribute in (
+            ("num_drafts", "Drafts", "num_drafts"),
+            ("num_draft_tokens", "Draft tokens", "num_draft_tokens"),
+            ("num_accepted_tokens", "Accepted draft tokens", "num_accepted_drafts"),
         ):
-            yield counter(f"vllm:spec_decode_{name}", f"{what} (no speculation: 0)", lambda r: 0)
+            yield counter(
+                f"vllm:spec_decode_{name}",
+                f"{what} (no speculation: 0)",
+                lambda r, a=attribute: getattr(r.stats, a),  # type: ignore[misc]
+            )
+        for name, what, attribute in (
+            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft", "accepted_at"),
+            ("octavo_spec_decode_num_draft_tokens_per_pos", "Draft", "drafted_at"),
+        ):
+            yield self._of_engines(
+                CounterMetricFamily,
+                name,
+                f"{what} tokens by their place in the draft",
+                lambda r, a=attribute: {  # type: ignore[misc]
+                    str(place): count for place, count in enumerate(getattr(r.stats, a))
+                },
+                "position",
+            )
+        yield self._of_engines(
+            GaugeMetricFamily,
+            "octavo_spec_decode_draft_length",
+            "Draft tokens that a sequence may bring to a step now, on average",
+            lambda r: r.stats.draft_length,
+        )
+        yield self._of_engines(
+            GaugeMetricFamily,
+            "octavo_spec_decode_saved_seconds",
+            "Seconds that speculation has saved, against steps without that draw as many tokens "
+            "(below 0: lost)",
+            lambda r: r.stats.saved_seconds,
+        )
 
     def _histograms(self, totals: Totals) -> Iterator[Metric]:
         for name, help, attribute in (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from octavo.engine.admission import prepare
 from octavo.engine.messages import (
@@ -42,7 +43,8 @@ class Choice:
     """One of the n answers to a prompt. ``index`` is its place in the response."""
 
     __slots__ = (
-        "finish_reason", "handle", "index", "prompt", "stop_reason", "text", "timings",
+        "finish_reason", "handle", "index", "num_accepted_drafts", "num_drafts", "prompt",
+        "stop_reason", "text", "timings",
     )  # fmt: skip
 
     def __init__(self, index: int, handle: int, prompt: Prompt, text: ChoiceText, arrival: float):
@@ -53,6 +55,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.timings = RequestTimings(arrival=arrival)
+        self.num_drafts = self.num_accepted_drafts = 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -155,7 +158,7 @@ class Generation:
     def num_cached_tokens(self) -> int:
         return sum(prompt.num_cached for prompt in self.prompts)
 
-    def timings(self) -> dict[str, float | None]:
+    def timings(self) -> dict[str, Any]:
         """Seconds of the whole request; with several choices the slowest counts."""
         arrival = self._ask.arrival
         times = [choice.timings for choice in self.choices]
@@ -163,6 +166,10 @@ class Generation:
         first = min((t.first_token for t in times if t.first_token >= 0), default=-1.0)
         span = last - first
         several = self.num_output_tokens > len(times) and span > 0
+        guessed = {}
+        if num_drafts := sum(choice.num_drafts for choice in self.choices):
+            accepted = sum(choice.num_accepted_drafts for choice in self.choices)
+            guessed = {"draft_tokens": num_drafts, "accepted_draft_tokens": accepted}
         return {
             "queue_seconds": _span(arrival, max(t.first_scheduled for t in times)),
             "first_token_seconds": _span(arrival, max(t.first_token for t in times)),
@@ -170,6 +177,7 @@ class Generation:
             "tokens_per_second": (
                 round((self.num_output_tokens - len(times)) / span, 3) if several else None
             ),
+            **guessed,
         }
 
     # ---- submitting ----
@@ -316,6 +324,7 @@ class Generation:
             text += choice.text.finish()
             if end.timings.last_token >= 0:
                 choice.timings = end.timings
+            choice.num_drafts, choice.num_accepted_drafts = end.num_drafts, end.num_accepted_drafts
             self._finish(choice, end.reason.value, end.stop_reason)
         self._state.metrics.num_generated_tokens += len(ids)
         if choice.finish_reason in ("stop", "length"):

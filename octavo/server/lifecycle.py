@@ -31,7 +31,7 @@ from octavo.engine.client import Seat
 from octavo.engine.door import Door
 from octavo.engine.joining import checkpoint_facts
 from octavo.engine.launch import ENGINE_COMMAND
-from octavo.engine.messages import EngineInfo, Progress
+from octavo.engine.messages import EngineInfo, EngineStats, Progress
 from octavo.engine.placement import local_replicas
 from octavo.engine.ray_backend import RayBackend, check_installed, new_secret
 from octavo.engine.replicas import Replicas
@@ -386,7 +386,7 @@ class Server:
             hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
             logger.info(
                 "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, "
-                "KV cache %.1f %%, prefix hits %.1f %%, preemptions %d%s",
+                "KV cache %.1f %%, prefix hits %.1f %%, preemptions %d%s%s",
                 (now[0] - before[0]) / STATS_INTERVAL,
                 (now[1] - before[1]) / STATS_INTERVAL,
                 totals.num_running,
@@ -394,9 +394,21 @@ class Server:
                 100 * stats.blocks_used / blocks if blocks else 0.0,
                 100 * hits,
                 stats.num_preemptions,
+                speculation_line(stats),
                 f", {client.num_serving} of {count} replicas serve" if count > 1 else "",
             )
             before = now
+
+
+def speculation_line(stats: EngineStats) -> str:
+    """For the statistics line; empty before anything was guessed."""
+    if not stats.num_draft_tokens:
+        return ""
+    return (
+        f", guesses {stats.draft_length:.1f} a step, "
+        f"{stats.num_accepted_drafts / stats.num_draft_tokens:.1%} right, "
+        f"{stats.saved_seconds:.1f} s saved"
+    )
 
 
 @contextlib.contextmanager

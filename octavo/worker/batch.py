@@ -47,13 +47,6 @@ class Rows:
     decode_rows: int  # how many bring a single token
 
 
-@dataclass(slots=True)
-class Guesses:
-    """What a plan's rows bring beyond what is known; the ids are in the slots' histories."""
-
-    counts: Int32  # [n], at most the plan's num_drafts
-
-
 def order_rows(
     plan: StepPlan, starts: Int32 | None = None, num_tokens: Int32 | None = None
 ) -> Rows:
@@ -92,9 +85,10 @@ class BatchBuilder:
         self._tables = torch.zeros(max_rows * slots.max_blocks, dtype=torch.int32)
         self._logit_rows = torch.zeros(max_tokens, dtype=torch.int64)
 
-    def build(self, plan: StepPlan, guesses: Guesses | None = None) -> StepBatch:
-        """The batch of ``plan``, whose changes the slots must have applied already. The guesses
-        are in the slots' histories.
+    def build(self, plan: StepPlan, guesses: Int32 | None = None) -> StepBatch:
+        """The batch of ``plan``, whose changes the slots must have applied already. ``guesses``:
+        that each row brings, [n], at most the plan's ``num_drafts``; their ids are in the slots'
+        histories behind what is known.
 
         Raises ValueError for a plan beyond the buffers.
         """
@@ -104,20 +98,11 @@ class BatchBuilder:
                 f"step {plan.step} has {n} rows and {total} tokens; the worker holds "
                 f"{self.max_rows} rows and {self.max_tokens} tokens"
             )
-        num_guesses = np.zeros(n, dtype=np.int32) if guesses is None else guesses.counts
+        num_guesses = np.zeros(n, dtype=np.int32) if guesses is None else guesses
         rows = order_rows(plan, self.slots.starts(plan), plan.num_known + num_guesses)
-        total = int(rows.num_tokens.sum())
         num_guesses = num_guesses[rows.plan_rows]
         slots, starts, num_tokens, flags = rows.slots, rows.starts, rows.num_tokens, rows.flags
-        decode_rows = rows.decode_rows
-
-        query_starts = np.zeros(n + 1, dtype=np.int64)
-        np.cumsum(num_tokens, out=query_starts[1:])
-        first_tokens = query_starts[:-1]
-        positions, token_slots = starts.astype(np.int64), slots
-        if decode_rows < n:
-            positions = np.arange(total) + np.repeat(starts - first_tokens, num_tokens)
-            token_slots = np.repeat(slots, num_tokens)
+        query_starts = _pointers(num_tokens)
         drawing = ((flags & SAMPLE) != 0).nonzero()[0]
         ends = starts + num_tokens
         num_guesses = num_guesses[drawing]
@@ -126,8 +111,8 @@ class BatchBuilder:
             each = np.repeat(logit_rows - num_guesses, num_guesses + 1)
             first = np.cumsum(num_guesses + 1) - (num_guesses + 1)
             logit_rows = each + np.arange(len(each)) - np.repeat(first, num_guesses + 1)
-        forward = self._fill(slots, token_slots, positions, query_starts, ends, logit_rows)
-        forward.decode_rows = decode_rows
+        forward = self._fill(slots, starts, num_tokens, query_starts, logit_rows)
+        forward.decode_rows = rows.decode_rows
         return StepBatch(
             forward=forward,
             plan_rows=rows.plan_rows,
@@ -139,20 +124,32 @@ class BatchBuilder:
             num_guesses=num_guesses,
             scored=((flags & PROMPT_LOGPROBS) != 0).nonzero()[0],
             pooled=((flags & POOL) != 0).nonzero()[0],
-            first_tokens=first_tokens,
+            first_tokens=query_starts[:-1],
         )
+
+    def fill(self, slots: Int32, starts: Int32, num_tokens: Int32) -> ForwardBatch:
+        """A batch without a plan, of tokens that are in the slots' histories, each [n]; rows of a
+        single token come first. Logits are wanted of the last token of each row."""
+        query_starts = _pointers(num_tokens)
+        forward = self._fill(slots, starts, num_tokens, query_starts, query_starts[1:] - 1)
+        forward.decode_rows = int(np.count_nonzero(num_tokens == 1))
+        return forward
 
     def _fill(
         self,
         slots: Int32,
-        token_slots: Int32,
-        positions: Int64,
+        starts: Int32,
+        num_tokens: Int32,
         query_starts: Int64,
-        ends: Int32,
         logit_rows: Int64,
     ) -> ForwardBatch:
         state, size = self.slots, self.slots.block_size
-        n, total = len(slots), len(positions)
+        n, total = len(slots), int(query_starts[-1])
+        ends = starts + num_tokens
+        positions, token_slots = starts.astype(np.int64), slots
+        if total > n:
+            positions = np.arange(total) + np.repeat(starts - query_starts[:-1], num_tokens)
+            token_slots = np.repeat(slots, num_tokens)
         self._ids.numpy()[:total] = state.history_host[token_slots, positions]
         self._positions.numpy()[:total] = positions
         blocks = state.block_table_host[token_slots, positions // size].astype(np.int64)
@@ -176,3 +173,9 @@ class BatchBuilder:
             decode_rows=0,
             logit_rows=self._logit_rows[: len(logit_rows)],
         )
+
+
+def _pointers(counts: Int32) -> Int64:
+    pointers = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=pointers[1:])
+    return pointers

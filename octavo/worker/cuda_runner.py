@@ -27,7 +27,8 @@ from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.model.shard import ALONE, TensorParallel
 from octavo.ops.needs import EDITS, GRAMMAR, LOGPROBS
-from octavo.types import Progress
+from octavo.speculation import speculating
+from octavo.types import ConfigError, Progress
 from octavo.worker.batch import Rows, order_rows
 from octavo.worker.constraints import advance
 from octavo.worker.device import Device
@@ -144,6 +145,11 @@ class CudaRunner:
         self.load = load
         self.world = world
         self.ranks = ALONE if world is None else TensorParallel.of(world.tensor)
+        if wanted := speculating(config.speculative):
+            raise ConfigError(
+                f"speculation ({wanted}) on {device.kind}: this version guesses on CPUs alone; "
+                "leave its flags out on a GPU"
+            )
 
     # ---- start ----
 

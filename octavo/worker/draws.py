@@ -45,15 +45,23 @@ class Drawer:
     """Draws for the rows of a step from their hidden states."""
 
     def __init__(
-        self, model: Model, slots: Slots, ranks: TensorParallel, follows: bool, logit_rows: int
+        self,
+        model: Model,
+        slots: Slots,
+        ranks: TensorParallel,
+        follows: bool,
+        logit_rows: int,
+        ignored: int = 0,
     ) -> None:
         """``follows``: another rank draws, where that is more than the most likely token.
-        ``logit_rows``: of which logits are computed at a time."""
+        ``logit_rows``: of which logits are computed at a time. ``ignored``: needs that do not
+        count."""
         self._model = model
         self._slots = slots
         self._ranks = ranks
         self._follows = follows
         self._logit_rows = logit_rows
+        self._ignored = ignored
         self._sampler = Sampler(slots)
 
     def draw(self, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
@@ -102,7 +110,7 @@ class Drawer:
         own, positions = slots[rows], batch.draw_positions[rows]
         index = first[rows][each] + places
         part = hidden if len(index) == len(hidden) else hidden[torch.from_numpy(index)]
-        drawn = self._choose(part, own[each], positions[each] + places)
+        drawn = self.choose(part, own[each], positions[each] + places)
         tokens = np.full((len(rows), runs.tokens.shape[1]), -1, dtype=np.int64)
         tokens[each, places] = drawn.tokens.numpy()
         behind = positions[:, None] + np.arange(tokens.shape[1] - 1)
@@ -130,7 +138,7 @@ class Drawer:
         grammars take it."""
         own, positions = slots[rows], batch.draw_positions[rows] + place
         part = hidden if len(index) == len(hidden) else hidden[torch.from_numpy(index)]
-        drawn = self._choose(part, own, positions)
+        drawn = self.choose(part, own, positions)
         self._slots.append(own, positions, drawn.tokens)
         runs.tokens[rows, place] = drawn.tokens.numpy()
         if drawn.logprobs is not None:
@@ -146,9 +154,9 @@ class Drawer:
             runs.grammar_ends |= {int(rows[at]): message for at, message in ends.items()}
             runs.counts[rows[dropped]] = place
 
-    def _choose(self, hidden: Tensor, slots: Int32, positions: Int32) -> Drawn:
+    def choose(self, hidden: Tensor, slots: Int32, positions: Int32) -> Drawn:
         """The tokens at ``positions`` of ``slots``, from ``hidden`` [r, hidden]."""
-        if not self._slots.needs[slots].any():
+        if not (self._slots.needs[slots] & ~np.uint8(self._ignored)).any():
             parts = [self._model.most_likely(hidden[part]) for part in self._parts(len(slots))]
             return only_tokens(torch.cat(parts))
         if self._follows:
@@ -159,12 +167,15 @@ class Drawer:
                 raise RuntimeError("the rank that draws could not")
             return drawn
         try:
-            if self._slots.constraints:
+            if self._slots.constraints and not self._ignored & GRAMMAR:
                 self._slots.constraints.fill(slots.tolist())
             drawn = join(
                 [
                     self._sampler.sample(
-                        self._model.logits(hidden[part]), slots[part], positions[part]
+                        self._model.logits(hidden[part]),
+                        slots[part],
+                        positions[part],
+                        self._ignored,
                     )
                     for part in self._parts(len(slots))
                 ]

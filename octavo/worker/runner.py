@@ -19,6 +19,7 @@ from octavo.machine import available_cores, available_memory
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.model.shard import ALONE, TensorParallel
+from octavo.speculation import Speculating, speculating
 from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.draws import Drawer
@@ -29,6 +30,14 @@ from octavo.worker.sampler import describe, no_logprobs, stack
 from octavo.worker.sizes import MemoryPlan
 from octavo.worker.slots import Slots
 from octavo.worker.speculative.combine import make_proposer
+from octavo.worker.speculative.draft import (
+    IGNORED,
+    Draft,
+    DraftModel,
+    DraftProposer,
+    FirstLayers,
+    check_vocabulary,
+)
 from octavo.worker.speculative.proposer import Proposer
 from octavo.worker.stages import Stages
 
@@ -59,6 +68,7 @@ class Runner:
         self.path = path
         self.load = load
         self.world = world
+        self.speculating = speculating(config.speculative)
         self.stages: Stages | None = None
         self.busy_seconds = 0.0  # of the last step, without waiting for the stage before
         self.ranks = ALONE if world is None else TensorParallel.of(world.tensor)
@@ -70,6 +80,7 @@ class Runner:
         clock = PhaseClock(progress)
         with torch.inference_mode():
             self.model = self._loaded(clock.enter)
+            self.draft = self._loaded_draft(clock.enter)
             spec = self.model.spec
             clock.enter("cache", -1.0)
             memory = self._plan_memory(spec.max_position)
@@ -87,22 +98,37 @@ class Runner:
             block_size=memory.block_size,
             num_blocks=memory.num_blocks,
             kv_cache_bytes=memory.kv_cache_bytes,
-            weight_bytes=self.model.weight_bytes,
+            weight_bytes=self._weight_bytes,
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
             threads=threads,
             implementations=dict(self.model.implementations),
             startup_seconds=clock.finish(),
-            reasons={**self.model.reasons, **memory.reasons},
+            reasons={**self.model.reasons, **memory.reasons, **self._speculation_reason()},
         )
 
     def _loaded(self, progress: Progress) -> Model:
+        return self._load(self.path, self.config, progress)
+
+    def _loaded_draft(self, progress: Progress) -> Model | None:
+        """The model that guesses, where that is one of its own."""
+        wanted, path = self.speculating, Path(self.config.speculative.draft_path)
+        if wanted is None or wanted.draft != "draft_model":
+            return None
+        model = replace(
+            self.config.model, model=str(path), quantization=wanted.quantization, hf_overrides={}
+        )
+        draft = self._load(path, replace(self.config, model=model), progress)
+        check_vocabulary(draft, self.model, path)
+        return draft
+
+    def _load(self, path: Path, config: EngineConfig, progress: Progress) -> Model:
         if self.world is None:
-            return self.load(self.path, self.config, progress)
+            return self.load(path, config, progress)
         place = self.world.place
         return self.load(
-            self.path,
-            self.config,
+            path,
+            config,
             progress,
             ranks=self.ranks,
             stage=place.stage,
@@ -113,17 +139,15 @@ class Runner:
         """The same on all ranks: what the one with the least memory can hold. Those of a host have
         an equal part of it."""
         if self.world is None:
-            return plan_memory(
-                self.config, self.model.kv_bytes_per_block, model_length, self._free_memory(1)
-            )
+            return plan_memory(self.config, self._kv_bytes, model_length, self._free_memory(1))
         everyone = self.world.everyone
         everyone.smallest([0])  # all have loaded
         num_local = self.world.place.num_local
         free = self._free_memory(num_local) // num_local
         everyone.smallest([0])  # and looked, before one takes some of it
-        plan = plan_memory(self.config, self.model.kv_bytes_per_block, model_length, free)
+        plan = plan_memory(self.config, self._kv_bytes, model_length, free)
         blocks, length = everyone.smallest([plan.num_blocks, plan.max_model_len])
-        kept = blocks * self.model.kv_bytes_per_block(plan.block_size)
+        kept = blocks * self._kv_bytes(plan.block_size)
         return replace(plan, num_blocks=blocks, max_model_len=length, kv_cache_bytes=kept)
 
     def take_drawn(self, results: Sequence[StepResult]) -> None:
@@ -133,7 +157,7 @@ class Runner:
 
     def _free_memory(self, num_ranks: int) -> int:
         """Bytes that this engine's ranks on this host may still take, all having loaded."""
-        weights = num_ranks * self.model.weight_bytes
+        weights = num_ranks * self._weight_bytes
         return left_for_cache(self.config.parallel, available_memory(), weights)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -172,9 +196,37 @@ class Runner:
         self.pools = Pools()
         self.logit_rows = max(1, LOGITS_BYTES // (4 * vocab))
         self.drawer = Drawer(self.model, self.slots, self.ranks, self.follows, self.logit_rows)
-        self.proposer = make_proposer(self.config, self.slots)
+        self.proposer: Proposer | None = None
+        if self.speculating is not None:
+            drafts = self._drafts(self.speculating, memory.num_blocks)
+            self.proposer = make_proposer(self.speculating, self.slots, drafts)
         if self.world is not None and self.world.place.pipeline_size > 1:
             self.stages = Stages(self.world, self.model)
+
+    def _drafts(self, wanted: Speculating, num_blocks: int) -> DraftProposer | None:
+        """What computes guesses, if something does."""
+        draft: Draft
+        if self.draft is not None:
+            draft = DraftModel(self.draft, num_blocks, self.slots, self.batches)
+        elif wanted.draft_layers:
+            layers = wanted.draft_layers
+            draft = FirstLayers(self.model, self.cache, layers, self.slots, self.batches)
+        else:
+            return None
+        drawer = Drawer(draft.model, self.slots, self.ranks, self.follows, self.logit_rows, IGNORED)
+        return DraftProposer(draft, self.slots, self.batches, drawer)
+
+    def _speculation_reason(self) -> dict[str, str]:
+        return {} if self.speculating is None else {"speculation": str(self.speculating)}
+
+    def _kv_bytes(self, block_size: int) -> int:
+        """Of a block of so many tokens, over all layers, the draft model's too."""
+        models = [self.model] if self.draft is None else [self.model, self.draft]
+        return sum(model.kv_bytes_per_block(block_size) for model in models)
+
+    @property
+    def _weight_bytes(self) -> int:
+        return self.model.weight_bytes + (self.draft.weight_bytes if self.draft else 0)
 
     @property
     def follows(self) -> bool:
@@ -197,17 +249,17 @@ class Runner:
         result = self._finish(plan, batch, hidden)
         if plan.num_drafts is not None:
             none = np.zeros(plan.num_rows, dtype=np.int32)
-            result.num_drafted = none if guesses is None else guesses.counts
+            result.num_drafted = none if guesses is None else guesses
         return result
 
-    def _guess(self, proposer: Proposer, plan: StepPlan) -> batches.Guesses:
-        """What the rows bring that may bring guesses; it is in the slots' histories then."""
+    def _guess(self, proposer: Proposer, plan: StepPlan) -> np.ndarray:
+        """How many guesses each row brings, int32 [n]; they are in the slots' histories then."""
         assert plan.num_drafts is not None
         asked = plan.num_drafts.nonzero()[0]
         counts, ids = proposer.propose(plan.slots[asked], plan.num_drafts[asked])
         self.slots.write_guesses(plan.slots[asked], counts, ids)
-        guesses = batches.Guesses(np.zeros(plan.num_rows, dtype=np.int32))
-        guesses.counts[asked] = counts
+        guesses = np.zeros(plan.num_rows, dtype=np.int32)
+        guesses[asked] = counts
         return guesses
 
     def _finish(self, plan: StepPlan, batch: batches.StepBatch, given: Tensor | None) -> StepResult:

@@ -72,10 +72,10 @@ class Sampler:
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
 
-    def sample(self, logits: Tensor, slots: Int32, positions: Int32) -> Drawn:
+    def sample(self, logits: Tensor, slots: Int32, positions: Int32, ignored: int = 0) -> Drawn:
         """Draws the tokens at ``positions`` of ``slots``, whose masks are filled where they have a
-        grammar. logits: float32 [r, V], overwritten."""
-        needs = self.slots.needs[slots]
+        grammar. logits: float32 [r, V], overwritten. ``ignored``: needs that are passed over."""
+        needs = self.slots.needs[slots] & ~np.uint8(ignored)
         if not needs.any():
             return only_tokens(sampling.most_likely(logits))
         size = max(1, BLOCK_BYTES // (4 * logits.shape[-1]))

@@ -45,10 +45,10 @@ VLLM_FLAGS = """
 --deterministic | --headless | --data-parallel-size-local 2 | -dpl 2 | --data-parallel-address h
 -dpa h | --data-parallel-rpc-port 9 | -dpp 9 | --data-parallel-backend ray | -dpb ray
 --cluster-secret-file f
-"""
-LATER_FLAGS = """
 --speculative-config {} | -sc {} | --spec-method ngram | --spec-model m | --spec-tokens 5
 --speculative-model [ngram] | --num-speculative-tokens 5
+"""
+LATER_FLAGS = """
 --otlp-traces-endpoint e
 --enable-lora | --lora-modules a=b | --max-lora-rank 8 | --max-loras 2 | --max-cpu-loras 2
 --limit-mm-per-prompt {} | --mm-processor-kwargs {} | --allowed-local-media-path /m

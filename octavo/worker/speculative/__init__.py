@@ -1,1 +1,0 @@
-"""Where guesses come from. See docs/speculative.md."""
