@@ -30,11 +30,13 @@ SMALL = 1 << 20  # bytes of a tensor that the allocator still counts as small
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``decode_rows`` of one token each, then ``prompt_rows`` with ``prompt_tokens`` in all."""
+    """``decode_rows`` of one token each, or of ``queries`` with guesses, then ``prompt_rows`` with
+    ``prompt_tokens`` in all."""
 
     decode_rows: int
     prompt_rows: int = 0
     prompt_tokens: int = 0
+    queries: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -42,7 +44,12 @@ class Shape:
 
     @property
     def num_tokens(self) -> int:
-        return self.decode_rows + self.prompt_tokens
+        return self.decode_rows * self.queries + self.prompt_tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all rows bring a single token."""
+        return not self.prompt_rows and self.queries == 1
 
 
 def decode_sizes(max_rows: int) -> list[int]:
@@ -61,6 +68,14 @@ def padded_mixed(shape: Shape, max_rows: int, max_tokens: int) -> Shape | None:
         return None
     found = Shape(decode, rows, tokens)
     return found if found.num_rows <= max_rows and found.num_tokens <= max_tokens else None
+
+
+def padded_guessing(shape: Shape, max_tokens: int) -> Shape | None:
+    """The shape of the graph for rows with guesses; None beyond the buffers, which have a draw for
+    each token."""
+    rows = _at_least(shape.decode_rows, decode_sizes(max(shape.decode_rows, 512)))
+    found = None if rows is None else Shape(rows, queries=shape.queries)
+    return found if found is not None and found.num_tokens <= max_tokens else None
 
 
 def largest_shapes(max_seqs: int, max_rows: int, max_tokens: int) -> list[Shape]:
@@ -144,9 +159,12 @@ class Graphs:
     def fitting(self, shape: Shape) -> Shape | None:
         """The padded shape in which ``run`` takes this step; None: there is no graph for it, nor
         will there be."""
-        if not shape.prompt_rows:
+        if shape.is_plain:
             return self._fitting_decode(shape.decode_rows)
-        padded = padded_mixed(shape, self._max_rows, self._max_tokens)
+        if shape.queries > 1:
+            padded = padded_guessing(shape, self._max_rows)
+        else:
+            padded = padded_mixed(shape, self._max_rows, self._max_tokens)
         if padded is None or padded in self._captured:
             return padded
         full = len(self._captured) - len(self._decode_sizes) >= (
@@ -175,7 +193,7 @@ class Graphs:
     def _capture(self, shape: Shape, first: bool = False) -> None:
         """Not by torch.cuda.graph, which waits for the device and empties the allocator."""
         self._failed.add(shape)  # until it has succeeded
-        if not shape.prompt_rows and shape.decode_rows in self._pending:
+        if shape.is_plain and shape.decode_rows in self._pending:
             self._pending.remove(shape.decode_rows)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -189,7 +207,7 @@ class Graphs:
         self._captured[shape] = graph
         self._failed.discard(shape)
         self._warm.discard(shape)
-        if not shape.prompt_rows:
+        if shape.is_plain:
             bisect.insort(self._decode_sizes, shape.decode_rows)
 
 
