@@ -79,6 +79,7 @@ class Speculation:
         self._accepted = np.zeros(max_num_seqs, dtype=np.int64)
         self._common = np.array([FIRST_CHANCE, 1.0])  # decayed counts of all requests
         self._since_plain = 0
+        self._group_rest = self._group_resting = 0  # of all rows, where they are drawn at once
         self._places = np.arange(1, most + 1)
 
     def enter(self, slot: int, request: Request) -> None:
@@ -118,13 +119,16 @@ class Speculation:
         if self._since_plain > PLAIN_STEPS:
             self._since_plain = 0
             return none
+        if self._at_once:
+            self._take_turns(chosen := self._best_width(slots, most, budget), most, budget)
+            self.length = float(chosen.mean())
+            return chosen if chosen.any() else self._none(chosen)
         waiting = self._rest[slots] > 0
         self._rest[slots] -= waiting
         most = np.where(waiting, 0, most)
         if not most.any():
             return self._none(none)
-        choose = self._best_width if self._at_once else self._best
-        chosen = choose(slots, most, budget)
+        chosen = self._best(slots, most, budget)
         resting = (chosen == 0) & (most > 0)
         if resting.any():
             self._let_rest(slots, most, resting, chosen, budget - int(chosen.sum()))
@@ -188,6 +192,18 @@ class Speculation:
             self._begin_rest(first)
         later = slots[resting & rested]
         self._rest[later] = 1  # one tries in a step
+
+    def _take_turns(self, chosen: Int32, most: Int32, budget: int) -> None:
+        """Where guesses of one row cost as much as those of all, all rest and try together."""
+        if chosen.any():
+            self._group_rest = self._group_resting = 0
+        elif self._group_rest:
+            self._group_rest -= 1
+        else:
+            if self._group_resting and budget >= TRIED * len(chosen):
+                chosen[:] = np.minimum(TRIED, most)
+            self._group_resting = min(max(2 * self._group_resting, SHORTEST_REST), PLAIN_STEPS)
+            self._group_rest = self._group_resting
 
     def _begin_rest(self, slots: Index) -> None:
         longer = np.clip(2 * self._resting[slots], SHORTEST_REST, LONGEST_REST)

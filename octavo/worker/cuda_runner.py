@@ -288,6 +288,7 @@ class CudaRunner:
                 *_buffer_sizes(sizes),
                 self.step.compute,
                 self.step.rehearse,
+                widths=self.guessing.widths if self.guessing else (),
             )
             self.graphs.reserve(self._captured_first(sizes))
             # Of steps whose draws wait for masks: captured as they come, in the same memory.

@@ -120,9 +120,11 @@ class Graphs:
         rehearse: Callable[[Shape], None],
         pool: Any = None,
         most_mixed: int | None = None,
+        widths: Sequence[int] = (),
     ) -> None:
         """``pool``: that of other graphs, which are never replayed at the same time.
-        ``most_mixed``: most graphs of steps with prompts (MOST_MIXED_GRAPHS)."""
+        ``most_mixed``: most graphs of steps with prompts (MOST_MIXED_GRAPHS). ``widths``: tokens
+        that rows with guesses bring; those of up to 64 rows are captured ahead."""
         self._most_mixed = most_mixed
         self._record = record
         self._rehearse = rehearse
@@ -135,10 +137,12 @@ class Graphs:
         self._warm: set[Shape] = set()  # enqueued before, not captured
         self._decode_sizes: list[int] = []  # captured, ascending
         self._pending = list(decode_sizes)
+        guessing = (Shape(rows, queries=width) for width in widths for rows in SMALL_SIZES)
+        self._pending_guessing = [shape for shape in guessing if shape.num_tokens <= max_rows]
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + len(self._pending_guessing)
 
     def reserve(self, shapes: list[Shape]) -> None:
         """Captures the largest steps, which have been rehearsed: later ones find room in the pool.
@@ -147,10 +151,11 @@ class Graphs:
             self._capture(shape, first=not self._captured)
 
     def capture_next(self) -> bool:
-        """Captures the largest step of single tokens that is missing. False if there is none."""
-        if not self._pending:
+        """Captures the largest step of single tokens that is missing, then those with guesses.
+        False if there is none."""
+        if not self.num_pending:
             return False
-        shape = Shape(self._pending[-1])
+        shape = Shape(self._pending[-1]) if self._pending else self._pending_guessing[-1]
         if shape not in self._warm:
             self._rehearse(shape)
         self._capture(shape)
@@ -167,9 +172,8 @@ class Graphs:
             padded = padded_mixed(shape, self._max_rows, self._max_tokens)
         if padded is None or padded in self._captured:
             return padded
-        full = len(self._captured) - len(self._decode_sizes) >= (
-            self._most_mixed or MOST_MIXED_GRAPHS
-        )
+        num_mixed = sum(found.prompt_rows > 0 for found in self._captured)
+        full = shape.prompt_rows > 0 and num_mixed >= (self._most_mixed or MOST_MIXED_GRAPHS)
         return None if full or padded in self._failed else padded
 
     def _fitting_decode(self, rows: int) -> Shape | None:
@@ -195,6 +199,8 @@ class Graphs:
         self._failed.add(shape)  # until it has succeeded
         if shape.is_plain and shape.decode_rows in self._pending:
             self._pending.remove(shape.decode_rows)
+        if shape in self._pending_guessing:
+            self._pending_guessing.remove(shape)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

@@ -25,7 +25,7 @@ class Guessing:
     @property
     def widths(self) -> list[int]:
         """Tokens that rows may bring, ascending: each number has its graphs."""
-        return sorted({min(width, self.most + 1) for width in (2, 4, self.most + 1)})
+        return sorted({min(width, self.most + 1) for width in (3, self.most + 1)})
 
     def width(self, num_guesses: int) -> int:
         """The least of them with room for so many guesses and the token before them."""

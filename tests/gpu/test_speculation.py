@@ -60,7 +60,7 @@ def test_answers_are_those_without(way: str, plain: list[Any]) -> None:
     settings = {"spec_method": "ngram", "num_speculative_tokens": 5, **WAYS[way]}
     found, stats = answers(str(models.path("L64")), **settings)
     assert found == plain
-    assert stats.num_draft_tokens > 50 and stats.num_accepted_drafts > 10, stats
+    assert stats.num_draft_tokens > 20 and stats.num_accepted_drafts > 10, stats
     assert stats.blocks_used == 0
 
 
