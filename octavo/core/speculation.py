@@ -58,12 +58,10 @@ class DraftCounters:
 class Speculation:
     """Chances by slot, and the choice. ``most``: guesses of a row in a step."""
 
-    def __init__(
-        self, most: int, max_num_seqs: int, cost: VerifyCost, at_once: bool = False
-    ) -> None:
-        """``at_once``: all rows of a step bring as many tokens, padding where they have fewer
-        guesses, and are drawn together: those with penalties bring none, and none does beside
-        those with log-probabilities, grammars or edits of their logits."""
+    def __init__(self, most: int, max_num_seqs: int, cost: VerifyCost, at_once: int = 0) -> None:
+        """``at_once``: that many tokens are drawn together at most, and all rows bring as many,
+        padding where they have fewer guesses: those with penalties bring none, and none does beside
+        those with log-probabilities, grammars or edits of their logits. 0: each row by itself."""
         self.most = most
         self._at_once = at_once
         self._allowed = np.full(max_num_seqs, most)  # -1: nobody beside it
@@ -120,7 +118,8 @@ class Speculation:
             self._since_plain = 0
             return none
         if self._at_once:
-            self._take_turns(chosen := self._best_width(slots, most, budget), most, budget)
+            chosen = self._best_width(slots, most, budget)
+            self._take_turns(chosen, most, budget)
             self.length = float(chosen.mean())
             return chosen if chosen.any() else self._none(chosen)
         waiting = self._rest[slots] > 0
@@ -171,7 +170,8 @@ class Speculation:
         if seconds is None:
             return np.zeros(len(slots), dtype=np.int32)
         rates = (len(slots) + gained) / seconds
-        rates[np.arange(self.most + 1) * len(slots) > budget] = 0.0
+        guesses = np.arange(self.most + 1) * len(slots)
+        rates[guesses > min(budget, self._at_once - len(slots))] = 0.0
         best = int(rates.argmax())
         if rates[best] < LEAST_GAIN * rates[0]:
             best = 0
@@ -200,7 +200,8 @@ class Speculation:
         elif self._group_rest:
             self._group_rest -= 1
         else:
-            if self._group_resting and budget >= TRIED * len(chosen):
+            room = min(budget, self._at_once - len(chosen))
+            if self._group_resting and room >= TRIED * len(chosen):
                 chosen[:] = np.minimum(TRIED, most)
             self._group_resting = min(max(2 * self._group_resting, SHORTEST_REST), PLAIN_STEPS)
             self._group_rest = self._group_resting

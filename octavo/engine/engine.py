@@ -42,7 +42,7 @@ from octavo.engine.messages import (
 from octavo.engine.stage_use import StageUse
 from octavo.engine.verify_cost import VerifyCosts
 from octavo.grammar.grammars import Grammars
-from octavo.speculation import speculating
+from octavo.speculation import most_draws, speculating
 from octavo.types import (
     FinishReason,
     InvalidRequest,
@@ -115,9 +115,11 @@ class Engine:
         self._preparing: list[Request] = []  # in order of arrival
         self.costs = StepCosts()
         self._verify_costs = VerifyCosts()
-        self._at_once = info.device_kind != "cpu"  # see Speculation
+        self._at_once = 0  # see Speculation
         self._speculation: Speculation | None = None
         if wanted := speculating(config.speculative):
+            if info.device_kind != "cpu":
+                self._at_once = most_draws(info.max_num_seqs, wanted.num_tokens)
             self._speculation = Speculation(
                 wanted.num_tokens, info.max_num_seqs, self._verify_costs, self._at_once
             )

@@ -27,7 +27,7 @@ from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.model.shard import ALONE, TensorParallel
 from octavo.ops.needs import EDITS, GRAMMAR, LOGPROBS
-from octavo.speculation import Speculating, speculating
+from octavo.speculation import Speculating, most_draws, speculating
 from octavo.types import ConfigError, Progress
 from octavo.worker.batch import Rows, order_rows
 from octavo.worker.constraints import advance
@@ -247,7 +247,7 @@ class CudaRunner:
             rows, sizes.max_model_len, self.slots.max_blocks, vocab, device
         )
         cache = self.model.allocate_cache(1, sizes.block_size)
-        padded, tokens = _buffer_sizes(sizes)
+        padded, tokens = self._buffer_sizes(sizes)
         self.step = DeviceStep(
             self.model, cache, self.slots, tables, padded, tokens, device, self.guessing
         )
@@ -256,6 +256,9 @@ class CudaRunner:
         self.graphs: Graphs | None = None
         self.forwards: Graphs | None = None
         self._unsettled: list[Pending] = []  # whose rows drew under grammars; oldest first
+
+    def _buffer_sizes(self, sizes: Sizes) -> tuple[int, int]:
+        return _buffer_sizes(sizes, self.guessing.most if self.guessing else 0)
 
     def _profile(self, sizes: Sizes, memory: GpuMemory) -> GpuMemory:
         """Runs the largest steps; what they took stays with the allocator for those to come."""
@@ -278,14 +281,14 @@ class CudaRunner:
     def _captured_first(self, sizes: Sizes) -> list[Shape]:
         if self.config.enforce_eager:
             return []
-        return largest_shapes(sizes.max_num_seqs, *_buffer_sizes(sizes))
+        return largest_shapes(sizes.max_num_seqs, *self._buffer_sizes(sizes))
 
     def _prepare_graphs(self, sizes: Sizes) -> None:
         """Now for the largest, so that there always is one that fits, and memory for the others."""
         if not self.config.enforce_eager:
             self.graphs = Graphs(
                 decode_sizes(sizes.max_num_seqs),
-                *_buffer_sizes(sizes),
+                *self._buffer_sizes(sizes),
                 self.step.compute,
                 self.step.rehearse,
                 widths=self.guessing.widths if self.guessing else (),
@@ -294,7 +297,7 @@ class CudaRunner:
             # Of steps whose draws wait for masks: captured as they come, in the same memory.
             self.forwards = Graphs(
                 decode_sizes(sizes.max_num_seqs),
-                *_buffer_sizes(sizes),
+                *self._buffer_sizes(sizes),
                 self.step.compute_last,
                 self.step.rehearse,
                 self.graphs.pool,
@@ -490,9 +493,10 @@ def speculation_reason(wanted: Speculating | None) -> dict[str, str]:
     return {} if wanted is None else {"speculation": str(wanted)}
 
 
-def _buffer_sizes(sizes: Sizes) -> tuple[int, int]:
-    """Rows and tokens of the largest step, with the padding that a graph may add."""
-    rows = sizes.max_num_seqs + MIXED_PROMPT_ROWS[-1]
+def _buffer_sizes(sizes: Sizes, most_guesses: int = 0) -> tuple[int, int]:
+    """Rows (or draws, where rows bring guesses) and tokens of the largest step, with the padding
+    that a graph may add."""
+    rows = most_draws(sizes.max_num_seqs, most_guesses) + MIXED_PROMPT_ROWS[-1]
     return rows, max(rows, sizes.max_num_batched_tokens)
 
 

@@ -137,7 +137,7 @@ class Interpreted:
         speculative: SpeculativeConfig | None = None,
     ) -> None:
         from octavo.ops.triton.sampling import Scratch
-        from octavo.worker.cuda_runner import CudaRunner, _buffer_sizes
+        from octavo.worker.cuda_runner import CudaRunner
 
         self.model: Any = SumModel()
         found = config(speculative=speculative)
@@ -152,7 +152,7 @@ class Interpreted:
             self.gpu.step.max_rows, SumModel.vocab, CPU, chunk=128, group=16, capacity=128, few=32
         )
         if monkeypatch is not None:
-            step, buffers = self.gpu.step, _buffer_sizes(sizes)
+            step, buffers = self.gpu.step, self.gpu._buffer_sizes(sizes)
             self.cuda = FakeCuda(monkeypatch, step.compute)
             self.gpu.graphs = Graphs(
                 decode_sizes(max_num_seqs), *buffers, self.cuda.record, step.rehearse
