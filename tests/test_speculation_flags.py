@@ -11,7 +11,7 @@ from octavo import LLM
 from octavo.cli import serve
 from octavo.cli.arguments import parse
 from octavo.config import EngineConfig
-from octavo.speculation import SpeculativeConfig, Speculating, speculating
+from octavo.speculation import Speculating, SpeculativeConfig, speculating
 from octavo.types import ConfigError
 
 NGRAM5, DRAFT = Speculating(("ngram",), 5), Speculating(("draft_model",), 5, model="DIR")
