@@ -161,9 +161,9 @@ def test_blocks_of_another_request_count_as_far_as_they_are_filled(prepared: boo
     bench.place(0, ids(10), [0, 1, 2])
     if prepared:
         assert bench.prepare(0) == [10]
-    bench.place(1, ids(8) + [70, 71], [0, 1, 5], start=8)  # a hit of two blocks
+    bench.place(1, [*ids(8), 70, 71], [0, 1, 5], start=8)  # a hit of two blocks
     assert bench.prepare(1) == [2 if prepared else 10]
-    bench.place(2, ids(9) + [80], [0, 1, 6], start=9)  # and one token of a copied block
+    bench.place(2, [*ids(9), 80], [0, 1, 6], start=9)  # and one token of a copied block
     assert bench.prepare(2) == [2]
 
 
