@@ -11,6 +11,8 @@ from typing import Any
 from octavo.flags import flag, internal
 from octavo.types import ConfigError
 
+# Tokens that a GPU draws in a step at most, but for the rows that it may have anyway.
+MOST_DRAWS = 1024
 METHODS = ("ngram", "suffix", "draft_model", "draft_layers")
 OF_TEXT = ("ngram", "suffix")  # methods that compute nothing
 DEFAULT_TOKENS, MOST_TOKENS = 5, 16
@@ -197,6 +199,11 @@ def _check_together(found: Speculating) -> None:
         )
     if found.draft != "draft_layers" and found.draft_layers:
         raise ConfigError(f"speculative method {name} takes no draft_layers: choose draft_layers")
+
+
+def most_draws(max_num_seqs: int, most: int) -> int:
+    """Tokens that a GPU draws in a step, where rows bring up to ``most`` guesses."""
+    return max(max_num_seqs, min(MOST_DRAWS, max_num_seqs * (most + 1)))
 
 
 def check_stages(wanted: Speculating | None, num_stages: int) -> None:

@@ -79,6 +79,7 @@ class Columns:
     decode_rows: int
     query_starts_host: None = None
     seq_lens_host: None = None
+    queries: int = 1
 
 
 @dataclass

@@ -433,7 +433,7 @@ class Scheduler:
             self._count_admission(request, computed)
             slot = self.running.place(request, computed, self.pool.block_size)
             if self.speculation is not None:
-                self.speculation.enter(slot)
+                self.speculation.enter(slot, request)
             builder.add_request(request, slot, count, self._min_stop_ids(request))
             self.prefix.enter(request)
             budget -= count

@@ -58,8 +58,13 @@ class DraftCounters:
 class Speculation:
     """Chances by slot, and the choice. ``most``: guesses of a row in a step."""
 
-    def __init__(self, most: int, max_num_seqs: int, cost: VerifyCost) -> None:
+    def __init__(self, most: int, max_num_seqs: int, cost: VerifyCost, at_once: int = 0) -> None:
+        """``at_once``: that many tokens are drawn together at most, and all rows bring as many,
+        padding where they have fewer guesses: those with penalties bring none, and none does beside
+        those with log-probabilities, grammars or edits of their logits. 0: each row by itself."""
         self.most = most
+        self._at_once = at_once
+        self._allowed = np.full(max_num_seqs, most)  # -1: nobody beside it
         self.counters = DraftCounters(accepted_at=[0] * most, drafted_at=[0] * most)
         self.length = 0.0  # guesses a row was allowed in the last step that could have any
         self._cost = cost
@@ -72,15 +77,26 @@ class Speculation:
         self._accepted = np.zeros(max_num_seqs, dtype=np.int64)
         self._common = np.array([FIRST_CHANCE, 1.0])  # decayed counts of all requests
         self._since_plain = 0
+        self._group_rest = self._group_resting = 0  # of all rows, where they are drawn at once
         self._places = np.arange(1, most + 1)
 
-    def enter(self, slot: int) -> None:
+    def enter(self, slot: int, request: Request) -> None:
         """A request takes a slot."""
+        self._allowed[slot] = self._allowance(request) if self._at_once else self.most
         self._right[slot] = COMMON_WEIGHT * self._common[0] / self._common[1]
         self._tested[slot] = COMMON_WEIGHT
         self._share[slot] = 1.0
         self._rest[slot] = self._resting[slot] = 0
         self._drafted[slot] = self._accepted[slot] = 0
+
+    def _allowance(self, request: Request) -> int:
+        """Most guesses of a row; -1 where nobody may have any beside it."""
+        params = request.params
+        edited = params.logit_bias or params.allowed_token_ids or request.bad_words
+        if edited or params.min_tokens or request.grammar or params.logprobs is not None:
+            return -1
+        penalties = (params.frequency_penalty, params.presence_penalty)
+        return 0 if params.repetition_penalty != 1.0 or any(penalties) else self.most
 
     def leave(self, slot: int, request: Request) -> None:
         """It leaves the slot, with its counts."""
@@ -94,13 +110,18 @@ class Speculation:
         """Most guesses of each row, int32 [n]. ``room``: that it could take, -1 for rows that
         do not decode: beside prompts there are no guesses. ``budget``: of all rows together."""
         none = np.zeros(len(slots), dtype=np.int32)
-        most = np.minimum(room, self.most)
-        if not len(slots) or budget <= 0 or (room < 0).any() or not most.any():
+        most = np.minimum(room, self._allowed[slots])
+        if not len(slots) or budget <= 0 or (most < 0).any() or not most.any():
             return none
         self._since_plain += 1
         if self._since_plain > PLAIN_STEPS:
             self._since_plain = 0
             return none
+        if self._at_once:
+            chosen = self._best_width(slots, most, budget)
+            self._take_turns(chosen, most, budget)
+            self.length = float(chosen.mean())
+            return chosen if chosen.any() else self._none(chosen)
         waiting = self._rest[slots] > 0
         self._rest[slots] -= waiting
         most = np.where(waiting, 0, most)
@@ -139,6 +160,23 @@ class Speculation:
             best = 0
         return np.bincount(rows[:best], minlength=len(slots)).astype(np.int32)
 
+    def _best_width(self, slots: Index, most: Int32, budget: int) -> Int32:
+        """The same where all rows take the time of the one with the most guesses, [n]."""
+        chance, share = self._right[slots] / self._tested[slots], self._share[slots]
+        gains = share[:, None] * chance[:, None] ** self._places
+        gains[self._places > most[:, None]] = 0.0
+        gained = np.concatenate([[0.0], np.cumsum(gains.sum(axis=0))])
+        seconds = self._cost.seconds(len(slots), np.arange(self.most + 1.0) * len(slots))
+        if seconds is None:
+            return np.zeros(len(slots), dtype=np.int32)
+        rates = (len(slots) + gained) / seconds
+        guesses = np.arange(self.most + 1) * len(slots)
+        rates[guesses > min(budget, self._at_once - len(slots))] = 0.0
+        best = int(rates.argmax())
+        if rates[best] < LEAST_GAIN * rates[0]:
+            best = 0
+        return np.minimum(best, most).astype(np.int32)
+
     def _let_rest(
         self, slots: Index, most: Int32, resting: NDArray[np.bool_], chosen: Int32, budget: int
     ) -> None:
@@ -154,6 +192,19 @@ class Speculation:
             self._begin_rest(first)
         later = slots[resting & rested]
         self._rest[later] = 1  # one tries in a step
+
+    def _take_turns(self, chosen: Int32, most: Int32, budget: int) -> None:
+        """Where guesses of one row cost as much as those of all, all rest and try together."""
+        if chosen.any():
+            self._group_rest = self._group_resting = 0
+        elif self._group_rest:
+            self._group_rest -= 1
+        else:
+            room = min(budget, self._at_once - len(chosen))
+            if self._group_resting and room >= TRIED * len(chosen):
+                chosen[:] = np.minimum(TRIED, most)
+            self._group_resting = min(max(2 * self._group_resting, SHORTEST_REST), PLAIN_STEPS)
+            self._group_rest = self._group_resting
 
     def _begin_rest(self, slots: Index) -> None:
         longer = np.clip(2 * self._resting[slots], SHORTEST_REST, LONGEST_REST)

@@ -42,7 +42,7 @@ from octavo.engine.messages import (
 from octavo.engine.stage_use import StageUse
 from octavo.engine.verify_cost import VerifyCosts
 from octavo.grammar.grammars import Grammars
-from octavo.speculation import speculating
+from octavo.speculation import most_draws, speculating
 from octavo.types import (
     FinishReason,
     InvalidRequest,
@@ -115,10 +115,13 @@ class Engine:
         self._preparing: list[Request] = []  # in order of arrival
         self.costs = StepCosts()
         self._verify_costs = VerifyCosts()
+        self._at_once = 0  # see Speculation
         self._speculation: Speculation | None = None
         if wanted := speculating(config.speculative):
+            if info.device_kind != "cpu":
+                self._at_once = most_draws(info.max_num_seqs, wanted.num_tokens)
             self._speculation = Speculation(
-                wanted.num_tokens, info.max_num_seqs, self._verify_costs
+                wanted.num_tokens, info.max_num_seqs, self._verify_costs, self._at_once
             )
         self.step_started: float | None = None  # when the plan that runs now was first to run
         self._executor = executor
@@ -343,6 +346,8 @@ class Engine:
         if result.num_drafted is not None:
             num_guesses = int(result.num_drafted.sum())
             self._step_tokens += num_guesses
+            if self._at_once:
+                num_guesses = num_decode * (result.tokens.shape[1] - 1)
             if num_decode == num_known:
                 num_drawn = int(result.num_accepted.sum())
                 self._verify_costs.observe(num_decode, num_guesses, num_drawn, seconds)

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 
 SMOOTHING = 0.2
+# The first steps of a size may compile or capture something: the shortest of so many counts. Later
+# ones count as so many times the average at most.
+FIRST, MOST_LIKELY = 3, 2.0
 EXACT = 32  # sizes up to this have an entry each, larger ones share (eight to a power of two)
 
 
@@ -50,6 +53,7 @@ class _Table:
 
     def __init__(self) -> None:
         self._averages: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
         self._sizes = self._seconds = np.zeros(0)
 
     def __bool__(self) -> bool:
@@ -60,8 +64,12 @@ class _Table:
 
     def observe(self, size: int, seconds: float) -> None:
         size = _rounded(size)
-        old = self._averages.get(size)
-        self._averages[size] = seconds if old is None else old + SMOOTHING * (seconds - old)
+        old = self._averages.get(size, seconds)
+        count = self._counts[size] = self._counts.get(size, 0) + 1
+        if count <= FIRST:
+            self._averages[size] = min(old, seconds)
+        else:
+            self._averages[size] = old + SMOOTHING * (min(seconds, MOST_LIKELY * old) - old)
         entries = np.array(sorted(self._averages.items()))
         self._sizes, self._seconds = entries[:, 0], np.maximum.accumulate(entries[:, 1])
 

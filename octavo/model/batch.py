@@ -32,3 +32,4 @@ class ForwardBatch:
     block_size: int
     decode_rows: int
     logit_rows: torch.Tensor  # int64 [r] token rows whose logits are wanted
+    queries: int = 1  # more: each row brings just so many (then decode_rows is 0)

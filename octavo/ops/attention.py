@@ -69,6 +69,7 @@ class BatchColumns(Protocol):
     block_tables: Tensor  # int32 [n, w]
     block_size: int
     decode_rows: int  # the first so many rows bring one token each
+    queries: int  # more than 1: each row brings just so many, and decode_rows is 0
 
 
 class PagedAttention(Protocol):

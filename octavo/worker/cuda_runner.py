@@ -27,7 +27,7 @@ from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.model.shard import ALONE, TensorParallel
 from octavo.ops.needs import EDITS, GRAMMAR, LOGPROBS
-from octavo.speculation import speculating
+from octavo.speculation import Speculating, most_draws, speculating
 from octavo.types import ConfigError, Progress
 from octavo.worker.batch import Rows, order_rows
 from octavo.worker.constraints import advance
@@ -43,6 +43,7 @@ from octavo.worker.graphs import (
     largest_shapes,
     reserve_small_tensors,
 )
+from octavo.worker.guessing import Guessing
 from octavo.worker.info import PhaseClock, WorkerInfo
 from octavo.worker.pooling import Pools
 from octavo.worker.reports import Report, fetched
@@ -82,6 +83,9 @@ class Pending:
     matchers: list[Matcher | None]  # [c] theirs
     grammar_ends: dict[int, str] | None = None  # as StepResult has them, once it is settled
     dropped: list[int] = field(default_factory=list)  # the plan's rows whose token does not count
+    width: int = 1  # tokens of each row; more than 1 in a step with guesses, whose ``tokens`` are
+    # all that was drawn, then how many of them each row keeps, and how many guesses it had
+    num_drafted: Int32 | None = None  # [n] without any; None where there is no speculation
 
     def settle(self) -> None:
         """Waits for the device, and gives the matchers what their rows drew: in the order of the
@@ -102,6 +106,8 @@ class Pending:
         """Waits for the device, then tells what was drawn."""
         self.settle()
         n = len(self.drawing)
+        if self.width > 1:
+            return self._finish_guessing(n)
         tokens = np.zeros((n, 1), dtype=np.int32)
         accepted = np.zeros(n, dtype=np.int32)
         drawn = self.rows.plan_rows[self.drawing]
@@ -121,7 +127,26 @@ class Pending:
             },
             {row: vector.numpy() for row, vector in self.pooled.items()},
             self.grammar_ends or {},
+            num_drafted=self.num_drafted,
         )
+
+    def _finish_guessing(self, n: int) -> StepResult:
+        padded = len(self.tokens) // (self.width + 2)
+        drawn, told = np.split(self.tokens, [padded * self.width])
+        kept, guessed = told.reshape(2, padded)
+        order, width = self.rows.plan_rows, self.width
+        result = StepResult(
+            self.step,
+            np.zeros((n, width), dtype=np.int32),
+            np.zeros(n, dtype=np.int32),
+            np.zeros(0, dtype=np.int32),
+            num_drafted=np.zeros(n, dtype=np.int32),
+        )
+        assert result.num_drafted is not None
+        result.tokens[order] = drawn.reshape(padded, width)[self.places]
+        result.num_accepted[order] = kept[self.places]
+        result.num_drafted[order] = guessed[self.places]
+        return result
 
 
 class CudaRunner:
@@ -145,11 +170,8 @@ class CudaRunner:
         self.load = load
         self.world = world
         self.ranks = ALONE if world is None else TensorParallel.of(world.tensor)
-        if wanted := speculating(config.speculative):
-            raise ConfigError(
-                f"speculation ({wanted}) on {device.kind}: this version guesses on CPUs alone; "
-                "leave its flags out on a GPU"
-            )
+        self.speculating = speculating(config.speculative)
+        self.guessing = None if self.speculating is None else guessing(self.speculating, self.ranks)
 
     # ---- start ----
 
@@ -197,7 +219,7 @@ class CudaRunner:
             threads=torch.get_num_threads(),
             implementations=dict(self.model.implementations),
             startup_seconds=clock.finish(),
-            reasons={**self.model.reasons, **plan.reasons},
+            reasons={**self.model.reasons, **plan.reasons, **speculation_reason(self.speculating)},
         )
 
     def _loaded(self, progress: Progress) -> Model:
@@ -217,20 +239,26 @@ class CudaRunner:
         """State and buffers of steps, with a cache of one block for the time being."""
         rows, vocab = sizes.max_num_seqs, self.model.spec.vocab_size
         follows = not self.ranks.leads
+        most = self.guessing.most if self.guessing else 0
         self.slots = Slots(
-            rows, sizes.max_model_len, sizes.block_size, vocab, self.grammars, follows
+            rows, sizes.max_model_len, sizes.block_size, vocab, self.grammars, follows, most
         )
         tables = DeviceTables.allocate(
             rows, sizes.max_model_len, self.slots.max_blocks, vocab, device
         )
         cache = self.model.allocate_cache(1, sizes.block_size)
-        padded, tokens = _buffer_sizes(sizes)
-        self.step = DeviceStep(self.model, cache, self.slots, tables, padded, tokens, device)
-        self.downloads = Downloads(padded, device)
+        padded, tokens = self._buffer_sizes(sizes)
+        self.step = DeviceStep(
+            self.model, cache, self.slots, tables, padded, tokens, device, self.guessing
+        )
+        self.downloads = Downloads(len(self.step.tokens), device)
         self.pools = Pools()
         self.graphs: Graphs | None = None
         self.forwards: Graphs | None = None
         self._unsettled: list[Pending] = []  # whose rows drew under grammars; oldest first
+
+    def _buffer_sizes(self, sizes: Sizes) -> tuple[int, int]:
+        return _buffer_sizes(sizes, self.guessing.most if self.guessing else 0)
 
     def _profile(self, sizes: Sizes, memory: GpuMemory) -> GpuMemory:
         """Runs the largest steps; what they took stays with the allocator for those to come."""
@@ -253,22 +281,23 @@ class CudaRunner:
     def _captured_first(self, sizes: Sizes) -> list[Shape]:
         if self.config.enforce_eager:
             return []
-        return largest_shapes(sizes.max_num_seqs, *_buffer_sizes(sizes))
+        return largest_shapes(sizes.max_num_seqs, *self._buffer_sizes(sizes))
 
     def _prepare_graphs(self, sizes: Sizes) -> None:
         """Now for the largest, so that there always is one that fits, and memory for the others."""
         if not self.config.enforce_eager:
             self.graphs = Graphs(
                 decode_sizes(sizes.max_num_seqs),
-                *_buffer_sizes(sizes),
+                *self._buffer_sizes(sizes),
                 self.step.compute,
                 self.step.rehearse,
+                widths=self.guessing.widths if self.guessing else (),
             )
             self.graphs.reserve(self._captured_first(sizes))
             # Of steps whose draws wait for masks: captured as they come, in the same memory.
             self.forwards = Graphs(
                 decode_sizes(sizes.max_num_seqs),
-                *_buffer_sizes(sizes),
+                *self._buffer_sizes(sizes),
                 self.step.compute_last,
                 self.step.rehearse,
                 self.graphs.pool,
@@ -304,7 +333,11 @@ class CudaRunner:
         return self.graphs.num_pending if self.graphs else 0
 
     def _enqueue(self, plan: StepPlan) -> Pending:
-        rows = order_rows(plan)
+        if self.guessing is not None and plan.most_drafts:
+            width = self.guessing.width(plan.most_drafts)
+            if (pending := self._enqueue_guessing(plan, width)) is not None:
+                return pending
+        rows = order_rows(plan, plan.starts, plan.num_known)
         n = plan.num_rows
         drawing = (rows.flags & SAMPLE) != 0
         needs = np.where(drawing, self.slots.needs[rows.slots], 0)
@@ -316,7 +349,7 @@ class CudaRunner:
         special = all_hidden or len(reporting) or (needs & (EDITS | GRAMMAR)).any()
         common = not special
         decode = rows.decode_rows
-        shape = Shape(decode, n - decode, plan.total_tokens - decode)
+        shape = Shape(decode, n - decode, int(rows.num_tokens.sum()) - decode)
         graphs = self.graphs if common else None
         if len(constrained) and not all_hidden:
             graphs = self.forwards
@@ -359,10 +392,37 @@ class CudaRunner:
             pooled,
             constrained,
             self.slots.constraints.of(rows.slots[constrained].tolist()),
+            num_drafted=None if self.guessing is None else np.zeros(n, dtype=np.int32),
         )
         if len(constrained):
             self._unsettled.append(pending)
         return pending
+
+    def _enqueue_guessing(self, plan: StepPlan, width: int) -> Pending | None:
+        """A step whose rows bring ``width`` tokens each, guesses and padding among them; None for
+        a plan whose rows do not all just decode, or that is too large: it goes without guesses."""
+        n, drawing = plan.num_rows, (plan.flags & SAMPLE) != 0
+        special = (self.slots.needs[plan.slots] & (LOGPROBS | EDITS | GRAMMAR)).any()
+        plain = (plan.num_known == 1).all() and (plan.flags == SAMPLE).all() and not special
+        shape = Shape(n, queries=width)
+        padded = self.graphs.fitting(shape) if self.graphs else None
+        if not plain or (padded or shape).num_tokens > self.step.max_rows:
+            return None
+        rows = order_rows(plan, plan.starts, plan.num_known)
+        rows.num_tokens = plan.num_tokens[rows.plan_rows]
+        places = self.step.stage(plan, rows, padded or shape)
+        if padded is not None and self.graphs is not None:
+            self.graphs.run(padded)
+        else:
+            self.step.compute(shape)
+        told = (padded or shape).num_tokens + 2 * (padded or shape).num_rows
+        tokens, mark = self.downloads.fetch(self.step.tokens[:told])
+        self.slots.length[rows.slots] = rows.starts + rows.num_tokens + 1  # or less
+        nobody = np.zeros(0, dtype=np.int64)
+        return Pending(
+            plan.step, rows, drawing, places, tokens, mark, {}, None, nobody, {}, nobody, [],
+            width=width,
+        )  # fmt: skip
 
     def _send_masks(self, slots: Int32, places: Int32, num_rows: int) -> None:
         """For the rows that draw under grammars. Waits until what those drew before is known, while
@@ -414,9 +474,29 @@ class CudaRunner:
         return reports
 
 
-def _buffer_sizes(sizes: Sizes) -> tuple[int, int]:
-    """Rows and tokens of the largest step, with the padding that a graph may add."""
-    rows = sizes.max_num_seqs + MIXED_PROMPT_ROWS[-1]
+def guessing(wanted: Speculating, ranks: TensorParallel) -> Guessing:
+    """Raises ConfigError for methods that a GPU does not have."""
+    if wanted.methods != ("ngram",):
+        raise ConfigError(
+            f"speculative method {'+'.join(wanted.methods)} on a GPU: there is ngram alone in this "
+            "version; use --spec-method ngram, or leave it out"
+        )
+    if ranks.shard.size > 1:
+        raise ConfigError(
+            f"speculation with --tensor-parallel-size {ranks.shard.size} on GPUs: not in this "
+            "version; leave one of them out"
+        )
+    return Guessing(wanted.num_tokens, wanted.shortest, wanted.longest)
+
+
+def speculation_reason(wanted: Speculating | None) -> dict[str, str]:
+    return {} if wanted is None else {"speculation": str(wanted)}
+
+
+def _buffer_sizes(sizes: Sizes, most_guesses: int = 0) -> tuple[int, int]:
+    """Rows (or draws, where rows bring guesses) and tokens of the largest step, with the padding
+    that a graph may add."""
+    rows = most_draws(sizes.max_num_seqs, most_guesses) + MIXED_PROMPT_ROWS[-1]
     return rows, max(rows, sizes.max_num_batched_tokens)
 
 

@@ -35,6 +35,7 @@ from octavo.worker.batch import Rows
 from octavo.worker.device_sampler import DeviceSampler
 from octavo.worker.device_tables import DeviceTables
 from octavo.worker.graphs import Shape
+from octavo.worker.guessing import Guessing
 from octavo.worker.reports import Report
 from octavo.worker.slots import Slots
 from octavo.worker.staging import Uploads
@@ -60,7 +61,10 @@ class DeviceStep:
         max_rows: int,
         max_tokens: int,
         device: torch.device,
+        guessing: Guessing | None = None,
     ) -> None:
+        """``guessing``: rows may bring guesses."""
+        self.guessing = guessing
         self.model = model
         self.cache = cache
         self.slots = slots
@@ -68,7 +72,9 @@ class DeviceStep:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.sampler = DeviceSampler(tables, slots, max_rows)
-        self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        # With guesses: what was drawn, how much of it each row keeps, and how many guesses it had.
+        told = max_rows if guessing is None else 3 * max_rows
+        self.tokens = torch.zeros(told, dtype=torch.int32, device=device)
         self.logit_rows = max(1, LOGITS_BYTES // (4 * slots.vocab_size))
         # Of steps whose draws wait for masks: the hidden states that their forward leaves, and the
         # row of ``_masks`` for each row of the step (-1: none), then those rows.
@@ -96,6 +102,10 @@ class DeviceStep:
         slots = np.array([new.slot for new in plan.new_requests], dtype=np.int32)
         self._place(self.tables.history, slots, plan.new_indptr, plan.new_token_ids)
         self.sampler.place(slots)
+        if self.guessing is not None:
+            pairs = np.stack([slots, np.diff(plan.new_indptr)]).astype(np.int32)
+            sent = self._place_uploads.send(pairs.reshape(-1), self._placed).view(2, -1)
+            self.tables.lengths.index_copy_(0, sent[0].long(), sent[1])
 
     def restore_tables(self, plan: StepPlan) -> None:
         """After a failed step: rows of later plans that continue from its own find the blocks that
@@ -130,7 +140,8 @@ class DeviceStep:
     def stage(self, plan: StepPlan, rows: Rows, shape: Shape) -> Int32:
         """Uploads the plan's rows, padded to ``shape``. Returns where each row is now, [n]. Raises
         ValueError for a shape beyond the buffers."""
-        if shape.num_rows > self.max_rows or shape.num_tokens > self.max_tokens:
+        too_many = shape.num_tokens > self.max_rows if shape.queries > 1 else False
+        if too_many or shape.num_rows > self.max_rows or shape.num_tokens > self.max_tokens:
             raise ValueError(
                 f"step {plan.step} has {shape.num_rows} rows and {shape.num_tokens} tokens; the "
                 f"worker holds {self.max_rows} rows and {self.max_tokens} tokens"
@@ -139,7 +150,7 @@ class DeviceStep:
         places = np.arange(n, dtype=np.int32)
         places[decode:] += shape.decode_rows - decode
         records = _padding(shape, int(rows.num_tokens[decode:].sum()), n - decode)
-        counts = rows.num_tokens
+        counts = rows.num_tokens  # with guesses: one more than there may be
         records[places, SLOT] = rows.slots
         records[places, START] = rows.starts
         records[places, COUNT] = counts
@@ -162,7 +173,13 @@ class DeviceStep:
         """Enqueues what fills the batch of the staged rows."""
         buffers, tables = self._buffers, self.tables
         n, total = shape.num_rows, shape.num_tokens
-        begin_step(buffers, n, tables.history, tables.block_table, self.slots.block_size)
+        size, queries = self.slots.block_size, shape.queries
+        if queries > 1:
+            assert self.guessing is not None
+            self.guessing.begin(buffers, n, queries, tables, self.tokens[total + n :], size)
+        else:
+            lengths = tables.lengths if self.guessing is not None else None
+            begin_step(buffers, n, tables.history, tables.block_table, size, lengths)
         return ForwardBatch(
             token_ids=buffers.token_ids[:total],
             positions=buffers.positions[:total],
@@ -172,9 +189,10 @@ class DeviceStep:
             query_starts=buffers.query_starts[: n + 1],
             seq_lens=buffers.seq_lens[:n],
             block_tables=buffers.block_tables[:n],
-            block_size=self.slots.block_size,
-            decode_rows=shape.decode_rows,
+            block_size=size,
+            decode_rows=shape.decode_rows if queries == 1 else 0,
             logit_rows=buffers.logit_rows[:n],
+            queries=queries,
         )
 
     def forward(self, shape: Shape) -> Tensor:
@@ -258,6 +276,13 @@ class DeviceStep:
     def compute(self, shape: Shape) -> None:
         """A whole step of the staged rows, its draws included."""
         self.draw(self.forward(shape))
+        if shape.queries > 1:
+            assert self.guessing is not None
+            n, total = shape.num_rows, shape.num_tokens
+            told, guessed = self.tokens[total : total + n], self.tokens[total + n :]
+            self.guessing.accept(
+                self._buffers, n, shape.queries, self.tokens, guessed, self.tables, told
+            )
 
     def rehearse(self, shape: Shape) -> None:
         """A step of padding: takes the time and memory of the linears of a real one."""

@@ -30,6 +30,7 @@ class DeviceTables:
 
     history: Tensor  # int32 [max_slots, max_len + 1] token ids
     block_table: Tensor  # int32 [max_slots, max_blocks]
+    lengths: Tensor  # int32 [max_slots] known tokens; kept with speculation only
     params_f: Tensor  # float32 [max_slots, WIDTH], columns needs.Float
     params_i: Tensor  # int32 [max_slots, WIDTH], columns needs.Int
     seen: Tensor  # int16 [max_slots, vocab]
@@ -45,6 +46,7 @@ class DeviceTables:
         return cls(
             history=zeros(max_len + 1),
             block_table=zeros(max_blocks),
+            lengths=torch.zeros(max_slots, dtype=torch.int32, device=device),
             params_f=zeros(WIDTH, torch.float32),
             params_i=zeros(WIDTH),
             seen=zeros(vocab, torch.int16),

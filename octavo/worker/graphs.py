@@ -30,11 +30,13 @@ SMALL = 1 << 20  # bytes of a tensor that the allocator still counts as small
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``decode_rows`` of one token each, then ``prompt_rows`` with ``prompt_tokens`` in all."""
+    """``decode_rows`` of one token each, or of ``queries`` with guesses, then ``prompt_rows`` with
+    ``prompt_tokens`` in all."""
 
     decode_rows: int
     prompt_rows: int = 0
     prompt_tokens: int = 0
+    queries: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -42,7 +44,12 @@ class Shape:
 
     @property
     def num_tokens(self) -> int:
-        return self.decode_rows + self.prompt_tokens
+        return self.decode_rows * self.queries + self.prompt_tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all rows bring a single token."""
+        return not self.prompt_rows and self.queries == 1
 
 
 def decode_sizes(max_rows: int) -> list[int]:
@@ -61,6 +68,14 @@ def padded_mixed(shape: Shape, max_rows: int, max_tokens: int) -> Shape | None:
         return None
     found = Shape(decode, rows, tokens)
     return found if found.num_rows <= max_rows and found.num_tokens <= max_tokens else None
+
+
+def padded_guessing(shape: Shape, max_tokens: int) -> Shape | None:
+    """The shape of the graph for rows with guesses; None beyond the buffers, which have a draw for
+    each token."""
+    rows = _at_least(shape.decode_rows, decode_sizes(max(shape.decode_rows, 512)))
+    found = None if rows is None else Shape(rows, queries=shape.queries)
+    return found if found is not None and found.num_tokens <= max_tokens else None
 
 
 def largest_shapes(max_seqs: int, max_rows: int, max_tokens: int) -> list[Shape]:
@@ -105,9 +120,11 @@ class Graphs:
         rehearse: Callable[[Shape], None],
         pool: Any = None,
         most_mixed: int | None = None,
+        widths: Sequence[int] = (),
     ) -> None:
         """``pool``: that of other graphs, which are never replayed at the same time.
-        ``most_mixed``: most graphs of steps with prompts (MOST_MIXED_GRAPHS)."""
+        ``most_mixed``: most graphs of steps with prompts (MOST_MIXED_GRAPHS). ``widths``: tokens
+        that rows with guesses bring; those of up to 64 rows are captured ahead."""
         self._most_mixed = most_mixed
         self._record = record
         self._rehearse = rehearse
@@ -120,10 +137,12 @@ class Graphs:
         self._warm: set[Shape] = set()  # enqueued before, not captured
         self._decode_sizes: list[int] = []  # captured, ascending
         self._pending = list(decode_sizes)
+        guessing = (Shape(rows, queries=width) for width in widths for rows in SMALL_SIZES)
+        self._pending_guessing = [shape for shape in guessing if shape.num_tokens <= max_rows]
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + len(self._pending_guessing)
 
     def reserve(self, shapes: list[Shape]) -> None:
         """Captures the largest steps, which have been rehearsed: later ones find room in the pool.
@@ -132,10 +151,11 @@ class Graphs:
             self._capture(shape, first=not self._captured)
 
     def capture_next(self) -> bool:
-        """Captures the largest step of single tokens that is missing. False if there is none."""
-        if not self._pending:
+        """Captures the largest step of single tokens that is missing, then those with guesses.
+        False if there is none."""
+        if not self.num_pending:
             return False
-        shape = Shape(self._pending[-1])
+        shape = Shape(self._pending[-1]) if self._pending else self._pending_guessing[-1]
         if shape not in self._warm:
             self._rehearse(shape)
         self._capture(shape)
@@ -144,14 +164,16 @@ class Graphs:
     def fitting(self, shape: Shape) -> Shape | None:
         """The padded shape in which ``run`` takes this step; None: there is no graph for it, nor
         will there be."""
-        if not shape.prompt_rows:
+        if shape.is_plain:
             return self._fitting_decode(shape.decode_rows)
-        padded = padded_mixed(shape, self._max_rows, self._max_tokens)
+        if shape.queries > 1:
+            padded = padded_guessing(shape, self._max_rows)
+        else:
+            padded = padded_mixed(shape, self._max_rows, self._max_tokens)
         if padded is None or padded in self._captured:
             return padded
-        full = len(self._captured) - len(self._decode_sizes) >= (
-            self._most_mixed or MOST_MIXED_GRAPHS
-        )
+        num_mixed = sum(found.prompt_rows > 0 for found in self._captured)
+        full = shape.prompt_rows > 0 and num_mixed >= (self._most_mixed or MOST_MIXED_GRAPHS)
         return None if full or padded in self._failed else padded
 
     def _fitting_decode(self, rows: int) -> Shape | None:
@@ -175,8 +197,10 @@ class Graphs:
     def _capture(self, shape: Shape, first: bool = False) -> None:
         """Not by torch.cuda.graph, which waits for the device and empties the allocator."""
         self._failed.add(shape)  # until it has succeeded
-        if not shape.prompt_rows and shape.decode_rows in self._pending:
+        if shape.is_plain and shape.decode_rows in self._pending:
             self._pending.remove(shape.decode_rows)
+        if shape in self._pending_guessing:
+            self._pending_guessing.remove(shape)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -189,7 +213,7 @@ class Graphs:
         self._captured[shape] = graph
         self._failed.discard(shape)
         self._warm.discard(shape)
-        if not shape.prompt_rows:
+        if shape.is_plain:
             bisect.insort(self._decode_sizes, shape.decode_rows)
 
 

@@ -60,13 +60,15 @@ class Slots:
         vocab_size: int,
         grammars: Grammars | None = None,
         follows: bool = False,
+        margin: int = 0,
     ) -> None:
-        """``follows``: another rank draws what grammars allow."""
+        """``follows``: another rank draws what grammars allow. ``margin``: places that tables have
+        behind the longest text."""
         self.max_slots = max_slots
         self.max_len = max_len
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.max_blocks = -(-(max_len + 1) // block_size)
+        self.max_blocks = -(-(max_len + 1 + margin) // block_size)
 
         def table(columns: int, dtype: type) -> Tensor:
             """Of zeros that nobody has written: torch's own would write them."""

@@ -51,6 +51,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "8 at once": {"max_num_seqs": 8},
     "no prefix cache": {"enable_prefix_caching": False},
     "few blocks": {"num_gpu_blocks_override": 18, "block_size": 16},
+    "n-grams": {"spec_method": "ngram"},
+    "n-grams, few blocks, eager": {
+        "spec_method": "ngram",
+        "num_gpu_blocks_override": 18,
+        "block_size": 16,
+        "enforce_eager": True,
+    },
     "few blocks, eager, chunks of 7": {
         "num_gpu_blocks_override": 18,
         "block_size": 16,

@@ -24,6 +24,7 @@ class Columns:
     decode_rows: int
     query_starts_host: list[int] | None = None
     seq_lens_host: list[int] | None = None
+    queries: int = 1
 
     def to(self, device: str) -> Columns:
         names = ("positions", "slot_mapping", "query_starts", "seq_lens", "block_tables")

@@ -13,6 +13,7 @@ import torch
 from octavo.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.grammar.grammars import Grammars
+from octavo.speculation import SpeculativeConfig
 from octavo.worker import graphs
 from octavo.worker.device import Device
 from octavo.worker.graphs import Graphs, Shape, decode_sizes, largest_shapes
@@ -23,8 +24,9 @@ BLOCK, MAX_LEN, NUM_BLOCKS = 4, 256, 64
 CPU = torch.device("cpu")
 
 
-def config(threads: int = 1) -> EngineConfig:
+def config(threads: int = 1, speculative: SpeculativeConfig | None = None) -> EngineConfig:
     return EngineConfig(
+        speculative=speculative or SpeculativeConfig(),
         cache=CacheConfig(block_size=BLOCK, num_gpu_blocks_override=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         parallel=ParallelConfig(cpu_threads=threads),
@@ -132,12 +134,14 @@ class Interpreted:
         max_num_seqs: int = 8,
         max_tokens: int = 64,
         grammars: Grammars | None = None,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         from octavo.ops.triton.sampling import Scratch
-        from octavo.worker.cuda_runner import CudaRunner, _buffer_sizes
+        from octavo.worker.cuda_runner import CudaRunner
 
         self.model: Any = SumModel()
-        self.gpu = CudaRunner(config(), Path("none"), Device("cpu", ""), grammars=grammars)
+        found = config(speculative=speculative)
+        self.gpu = CudaRunner(found, Path("none"), Device("cpu", ""), grammars=grammars)
         self.gpu.model = self.model
         sizes = Sizes(BLOCK, max_num_seqs, max_tokens, MAX_LEN, MAX_LEN, False)
         self.gpu._reserve(sizes, CPU)
@@ -148,7 +152,7 @@ class Interpreted:
             self.gpu.step.max_rows, SumModel.vocab, CPU, chunk=128, group=16, capacity=128, few=32
         )
         if monkeypatch is not None:
-            step, buffers = self.gpu.step, _buffer_sizes(sizes)
+            step, buffers = self.gpu.step, self.gpu._buffer_sizes(sizes)
             self.cuda = FakeCuda(monkeypatch, step.compute)
             self.gpu.graphs = Graphs(
                 decode_sizes(max_num_seqs), *buffers, self.cuda.record, step.rehearse

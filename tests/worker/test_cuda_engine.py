@@ -72,12 +72,15 @@ class AtOnce:
         self._results.clear()
 
 
-def make_engine(executor: Executor, num_blocks: int, **settings: Any) -> Engine:
+def make_engine(
+    executor: Executor, num_blocks: int, device_kind: str = "cpu", **settings: Any
+) -> Engine:
     info = EngineInfo(
         model="sum", architecture="sum", dtype="float32", device="cpu", threads=1,
         vocab_size=SumModel.vocab, max_model_len=64, eos_ids=[EOS], block_size=BLOCK,
         num_blocks=num_blocks, kv_cache_bytes=num_blocks, weight_bytes=0, max_num_seqs=8,
         max_num_batched_tokens=64, implementations={}, startup_seconds={}, reasons={},
+        device_kind=device_kind,
     )  # fmt: skip
     return Engine(from_flags(EngineConfig, settings), info, executor)
 

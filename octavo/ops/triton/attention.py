@@ -145,10 +145,14 @@ class TritonPagedAttention:
         rows, tokens = len(batch.seq_lens) - batch.decode_rows, len(qkv) - batch.decode_rows
         if tokens:
             self.rope_cache(qkv, layer, out, state)
+        context = batch.block_tables.shape[1] * batch.block_size
+        if batch.queries > 1:
+            config = decode_config(geometry, rows, context, batch.queries)
+            self.decode(qkv, layer, out, state, config, batch.queries)
+            return out
         if tokens and rows:
             self.attend_rest(qkv, layer, out, state)
         if batch.decode_rows:
-            context = batch.block_tables.shape[1] * batch.block_size
             config = decode_config(geometry, batch.decode_rows, context)
             self.decode(qkv, layer, out, state, config)
         return out
@@ -268,7 +272,8 @@ class TritonPagedAttention:
         pdl = launch.pdl_for(len(qkv))
         pdl = launch.OFF if pdl == launch.EARLY else pdl
         at_once = min(128 * config.warps // wide, launch.next_power_of_2(live))
-        decode_attention_kernel[(geometry.num_kv_heads, batch.decode_rows, config.splits)](
+        rows = batch.decode_rows if queries == 1 else len(batch.seq_lens)
+        decode_attention_kernel[(geometry.num_kv_heads, rows, config.splits)](
             qkv,
             layer.cache,
             layer.cache.view(torch.int16) if self.kind else None,

@@ -27,7 +27,7 @@ class FixedPagedAttention(TritonPagedAttention):
 
     def prepare(self, batch: BatchColumns, rope: Rope, dtype: torch.dtype) -> Step:
         batch = copy(batch)
-        batch.decode_rows = 0
+        batch.decode_rows, batch.queries = 0, 1
         return super().prepare(batch, rope, dtype)
 
     def attend_rest(self, qkv: Tensor, layer: Layer, out: Tensor, step: Step) -> None:

@@ -61,12 +61,19 @@ class StepBuffers:
 
 
 def begin_step(
-    buffers: StepBuffers, num_rows: int, history: Tensor, block_table: Tensor, block_size: int
+    buffers: StepBuffers,
+    num_rows: int,
+    history: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    lengths: Tensor | None = None,
 ) -> None:
     """Fills the buffers for the ``num_rows`` rows (padding included) that are staged, and puts
     their new blocks into the slots' block tables.
 
-    history: int32 [slots, max_len + 1]; block_table: int32 [slots, W].
+    history: int32 [slots, max_len + 1]; block_table: int32 [slots, W]. lengths: int32 [slots],
+    tokens known of each slot: with speculation they alone tell where rows that draw begin; raised
+    by the token that is drawn.
     """
     _begin_rows[(num_rows,)](
         buffers.staged,
@@ -75,6 +82,7 @@ def begin_step(
         history.stride(0),
         block_table,
         block_table.stride(0),
+        lengths,
         buffers.token_ids,
         buffers.positions,
         buffers.slot_mapping,
@@ -85,6 +93,7 @@ def begin_step(
         buffers.logit_rows,
         buffers.draw_slots,
         buffers.draw_positions,
+        FROM_LENGTHS=lengths is not None,
         BLOCK_SIZE=block_size,
         RECORD=RECORD,
         CHUNK=_CHUNK,
@@ -108,6 +117,7 @@ def _begin_rows(
     history_stride,
     block_table,
     table_stride,
+    lengths,
     token_ids,
     positions,
     slot_mapping,
@@ -118,6 +128,7 @@ def _begin_rows(
     logit_rows,
     draw_slots,
     draw_positions,
+    FROM_LENGTHS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     RECORD: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -133,6 +144,12 @@ def _begin_rows(
     first_block = tl.load(record + 6)
     draws = tl.load(record + 7)
     real = slot >= 0
+    if FROM_LENGTHS:
+        own_length = lengths + tl.maximum(slot, 0)
+        draws_here = real & (draws != 0)
+        start = tl.where(draws_here, tl.load(own_length) - count, start)
+        tl.debug_barrier()  # all threads have read it
+        tl.store(own_length, start + count + 1, mask=draws_here)
     end = start + count
     lane = tl.arange(0, CHUNK)
     own_history = history + tl.maximum(slot, 0).to(tl.int64) * history_stride
