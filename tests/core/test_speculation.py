@@ -28,10 +28,14 @@ def int32(*values):
     return np.array(values, dtype=np.int32)
 
 
-def entered(most=4, num_rows=3, cost=None) -> Speculation:
-    speculation = Speculation(most, 8, cost or Linear())
+def request(**params):
+    return Harness().request([5, 6], **params)
+
+
+def entered(most=4, num_rows=3, cost=None, at_once=0) -> Speculation:
+    speculation = Speculation(most, 8, cost or Linear(), at_once)
     for slot in range(num_rows):
-        speculation.enter(slot)
+        speculation.enter(slot, request())
     return speculation
 
 
@@ -173,14 +177,14 @@ def test_counters_by_place_and_of_the_request():
     assert (counters.num_drafts, counters.num_draft_tokens, counters.num_accepted) == (3, 7, 5)
     assert counters.drafted_at == [3, 2, 1, 1]
     assert counters.accepted_at == [2, 1, 1, 1]
-    request = Harness().request([5, 6])
-    speculation.leave(0, request)
-    assert (request.num_drafts, request.num_accepted_drafts) == (5, 4)
-    speculation.enter(0)  # it comes back after preemption
+    owner = request()
+    speculation.leave(0, owner)
+    assert (owner.num_drafts, owner.num_accepted_drafts) == (5, 4)
+    speculation.enter(0, owner)  # it comes back after preemption
     speculation.observe(slots[:1], int32(3), int32(3), int32(1))
-    speculation.leave(0, request)
-    speculation.leave(0, request)
-    assert (request.num_drafts, request.num_accepted_drafts) == (8, 5)
+    speculation.leave(0, owner)
+    speculation.leave(0, owner)
+    assert (owner.num_drafts, owner.num_accepted_drafts) == (8, 5)
 
 
 def test_a_new_request_begins_with_what_all_have_shown():
@@ -188,11 +192,66 @@ def test_a_new_request_begins_with_what_all_have_shown():
     assert choose(speculation)[2] > 0
     learn(speculation, 0, right=False, times=60)
     learn(speculation, 1, right=False, times=60)
-    speculation.enter(2)
+    speculation.enter(2, request())
     assert choose(speculation) == [0, 0, 0]
     learn(speculation, 0, right=True, times=60)
-    speculation.enter(2)
+    speculation.enter(2, request())
     assert choose(speculation, room=(9, 9, 9))[2] > 2
+
+
+# ---- rows that are drawn at once, on a GPU ----
+
+
+def test_drawn_at_once_all_rows_have_the_guesses_of_one():
+    speculation = entered(4, 3, Linear(0.05), at_once=99)
+    learn(speculation, 0, right=True)
+    learn(speculation, 2, right=False)
+    first, second, third = choose(speculation)
+    assert 0 < first == second == third
+    assert choose(speculation, room=(9, 1, 0)) == [first, 1, 0]
+
+
+def test_drawn_at_once_no_more_than_fit_together():
+    assert choose(entered(at_once=99)) == [4, 4, 4]
+    assert choose(entered(at_once=14)) == [3, 3, 3]
+    assert choose(entered(at_once=99), budget=8) == [2, 2, 2]
+    assert choose(entered(at_once=5)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("params", "counts"),
+    [
+        ({"temperature": 0.8, "top_p": 0.9}, [4, 4, 4]),
+        ({"frequency_penalty": 0.1}, [4, 0, 4]),
+        ({"repetition_penalty": 1.1}, [4, 0, 4]),
+        ({"logprobs": 0}, [0, 0, 0]),
+        ({"logit_bias": {5: 1.0}}, [0, 0, 0]),
+        ({"allowed_token_ids": [5]}, [0, 0, 0]),
+        ({"min_tokens": 3}, [0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_drawn_at_once_some_requests_have_none_and_some_let_none_beside_them(params, counts):
+    speculation = entered(at_once=99)
+    speculation.enter(1, request(**params))
+    assert choose(speculation) == counts
+    each = entered()
+    each.enter(1, request(**params))
+    assert choose(each) == [4, 4, 4]
+
+
+def test_drawn_at_once_all_rows_rest_and_try_together():
+    speculation = entered(4, 3, Linear(10.0), at_once=99)
+    tries = []
+    for step in range(400):
+        counts = choose(speculation)
+        if any(counts):
+            assert counts == [TRIED] * 3
+            tries.append(step)
+            three = int32(*counts)
+            speculation.observe(np.arange(3), three, three, int32(0, 0, 0))
+    gaps = np.diff(tries)
+    assert len(gaps) > 4 and (gaps <= PLAIN_STEPS + 2).all() and gaps[0] < gaps[-1]
 
 
 # ---- measured costs ----
@@ -219,11 +278,24 @@ def test_guesses_never_take_less_than_none():
     assert costs.seconds(2, np.array([0.0, 2.0])).tolist() == [1.0, 1.0]
 
 
-def test_averages_follow_slowly_and_large_sizes_share_an_entry():
+def test_the_first_steps_of_a_size_may_take_longer_and_later_ones_count_little():
+    costs = VerifyCosts()
+
+    def after(*seconds):
+        for each in seconds:
+            costs.observe(3, 0, 3, each)
+        return costs.seconds(3, np.array([0.0])).item()
+
+    assert after(9.0) == 9.0
+    assert after(1.0, 5.0) == 1.0  # of three the shortest
+    assert after(1.5) == pytest.approx(1.1)
+    assert after(50.0) == pytest.approx(1.32)  # as twice the average
+
+
+def test_large_sizes_share_an_entry():
     costs = VerifyCosts()
     costs.observe(33, 0, 33, 1.0)
-    costs.observe(36, 0, 36, 2.0)
-    assert costs.seconds(34, np.array([0.0])).tolist() == [pytest.approx(1.2)]
+    assert costs.seconds(36, np.array([0.0])).tolist() == [1.0]
     assert costs.seconds(37, np.array([0.0])) is None
     assert costs.seconds(32, np.array([0.0])) is None
 
