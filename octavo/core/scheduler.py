@@ -196,6 +196,8 @@ class Scheduler:
             drafts = self._choose_drafts(self.speculation, rows, counts, budget)
             counts = counts + drafts
             budget -= int(drafts.sum())
+            if self._guesses_hold_blocks(rows, counts):
+                return None
         rows, counts, preempted = self._extend_tables(rows, counts, builder)
         if preempted and drafts is not None:
             drafts = np.zeros(len(rows), dtype=np.int32)  # there were none
@@ -329,14 +331,25 @@ class Scheduler:
     ) -> Int32:
         """Most guesses of each row, [n]: of those that decode, within the budget and their own
         limits. Nobody is preempted for guesses: none where there are too few blocks for all."""
-        running, size = self.running, self.pool.block_size
+        running = self.running
         totals = running.total[rows]
         room = np.where(totals - running.computed[rows] == 1, running.limit[rows] - totals - 1, -1)
         drafts = speculation.choose(rows, room, budget)
-        over = running.computed[rows] + counts + drafts - running.capacity[rows]
-        if int(np.maximum(-(-over // size), 0).sum()) > self.pool.num_free:
+        if self._missing_blocks(rows, counts + drafts) > self.pool.num_free:
             return np.zeros(len(rows), dtype=np.int32)
         return drafts
+
+    def _guesses_hold_blocks(self, rows: Index, counts: Int32) -> bool:
+        """Whether there are too few blocks, and a result due may give some back: then no row is
+        preempted before it has come."""
+        if self._missing_blocks(rows, counts) <= self.pool.num_free:
+            return False
+        return any(issued.plan.most_drafts for issued in self._in_flight)
+
+    def _missing_blocks(self, rows: Index, counts: Int32) -> int:
+        """Of rows that outgrow theirs."""
+        over = self.running.computed[rows] + counts - self.running.capacity[rows]
+        return int(np.maximum(-(-over // self.pool.block_size), 0).sum())
 
     def _preempt(self, slot: int) -> None:
         """Recompute later: the request goes back to the queue with its tokens, without blocks."""

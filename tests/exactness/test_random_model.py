@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.engine.verify_cost import VerifyCosts
 from octavo.outputs import CompletionOutput, RequestOutput
 from tests.fixtures import models
 from tests.fixtures.oracle import Oracle, oracle
 
 TOLERANCE = 1e-4
 EOS, IM_END = 1, 3
+ITSELF = "the model itself"
 
 # Way of running -> settings. Every test below runs under each of them.
 WAYS: dict[str, dict[str, Any]] = {
@@ -49,6 +52,17 @@ WAYS: dict[str, dict[str, Any]] = {
         "enable_prefix_caching": False,
     },
     "40 blocks of 4": {"num_gpu_blocks_override": 40, "block_size": 4},
+    "ngram": {"spec_method": "ngram"},
+    "suffix, 5 at once": {"spec_method": "suffix", "max_num_seqs": 5},
+    "first layer": {"speculative_config": {"draft_layers": 1}},
+    "its own draft, 10 blocks": {
+        "speculative_config": {"model": ITSELF},
+        "num_gpu_blocks_override": 10,
+    },
+    "ngram or draft, no overlap": {
+        "speculative_config": {"method": "ngram+draft_model", "model": ITSELF},
+        "async_scheduling": False,
+    },
 }
 
 
@@ -87,13 +101,18 @@ class Run:
     preemptions: int
     copies: int
     hits: int
+    guesses: int
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: way.replace(" ", "-"))
 def run(request, model_r) -> Run:
-    settings = WAYS[request.param]
-    with engine(model_r, **settings) as llm:
+    settings = dict(WAYS[request.param])
+    if settings.get("speculative_config", {}).get("model") == ITSELF:
+        settings["speculative_config"] = {**settings["speculative_config"], "model": str(model_r)}
+    with pytest.MonkeyPatch.context() as patch, engine(model_r, **settings) as llm:
+        # Guesses are free: as many as may be are made.
+        patch.setattr(VerifyCosts, "seconds", lambda self, rows, guesses: np.ones(len(guesses)))
         cold = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         warm = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         seeded = llm.generate(PROMPTS, SEEDED, use_tqdm=False)
@@ -110,6 +129,7 @@ def run(request, model_r) -> Run:
         stats.num_preemptions,
         stats.num_copies,
         stats.prefix_hits,
+        stats.num_draft_tokens,
         settings,
     )
 
@@ -184,6 +204,8 @@ def test_the_ways_do_what_their_names_say(run: Run):
         assert run.copies > 0  # partial blocks were shared and written
     if not caching:
         assert run.copies == 0
+    guesses = {"spec_method", "speculative_config"} & run.settings.keys()
+    assert (run.guesses > 0) == bool(guesses)
 
 
 def test_prompt_logprobs_equal_the_oracle_in_chunks(model_r):

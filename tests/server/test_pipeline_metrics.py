@@ -12,8 +12,8 @@ from octavo.server.metrics import Metrics
 from octavo.types import FinishReason
 
 
-def page(num_stages: int, *stats: EngineStats) -> dict[str, float]:
-    """Samples of a server whose engines say ``stats``."""
+def samples(num_stages: int, kind: str, *stats: EngineStats) -> dict[str, float]:
+    """Those with ``kind`` in their name, of a server whose engines say ``stats``."""
     replicas = [
         SimpleNamespace(
             index=index,
@@ -31,7 +31,11 @@ def page(num_stages: int, *stats: EngineStats) -> dict[str, float]:
     client: Any = SimpleNamespace(replicas=replicas, config=config)
     text = Metrics(client, "toy").page("")[0].decode()
     lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, _, value in lines if "pipeline" in name}
+    return {name: float(value) for name, _, value in lines if kind in name}
+
+
+def page(num_stages: int, *stats: EngineStats) -> dict[str, float]:
+    return samples(num_stages, "pipeline", *stats)
 
 
 def test_each_engine_has_a_bubble_and_the_busy_seconds_of_its_stages():
