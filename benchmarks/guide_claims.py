@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks import contiguous, guide_parallel, guide_quantization
+from benchmarks import contiguous, guide_parallel, guide_quantization, guide_speculation
 from benchmarks import cpu_workload as workload
 from benchmarks.claims_page import write_page
 from benchmarks.cpu_workload import Work
@@ -337,7 +337,8 @@ MEASUREMENTS: dict[str, Callable[[], list[Claim]]] = {
 
 def _others() -> list[dict[str, Any]]:
     """What other benchmarks have measured."""
-    return guide_quantization.claims() + guide_parallel.claims()
+    others = (guide_quantization, guide_parallel, guide_speculation)
+    return [claim for module in others for claim in module.claims()]
 
 
 def main() -> None:
