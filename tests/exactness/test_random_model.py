@@ -83,7 +83,8 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, seed=11, log
 
 @contextmanager
 def engine(model: Path, **settings: Any):
-    flags = {"dtype": "float32", "max_model_len": 160, "kv_cache_memory_bytes": 8 << 20}
+    flags = {"dtype": "float32", "max_model_len": 160, "cpu_threads": 1}
+    flags["kv_cache_memory_bytes"] = 8 << 20
     if "num_gpu_blocks_override" in settings:
         del flags["kv_cache_memory_bytes"]
     with closing(LLM(str(model), **{**flags, **settings})) as llm:

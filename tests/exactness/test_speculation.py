@@ -168,7 +168,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "itself, 1": {"draft": 1, "async_scheduling": False},
     "itself, 8, few blocks": {"draft": 8, "num_gpu_blocks_override": 14},
     "itself, chunks": {"draft": 5, "max_num_batched_tokens": 23, "block_size": 4},
-    "third wrong, twice": {"draft": 8, "spoiled": True},
+    "third wrong": {"draft": 8, "spoiled": True},
     "third wrong, few blocks": {"draft": 3, "spoiled": True, "num_gpu_blocks_override": 12},
     "layers, twice": {"speculative_config": {"draft_layers": 1, "num_speculative_tokens": 3}},
     "layers, few blocks": {
