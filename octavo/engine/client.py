@@ -86,9 +86,10 @@ class ProcessClient:
         launcher: Launcher | None = None,
         seat: Seat = Seat(),
         name: str = "",
+        index: int = 0,
     ) -> None:
         """``launcher``: where the engine runs (None: a process of this machine); ``name``: in the
-        log, of the engine where there are several."""
+        log, of the engine where there are several; ``index``: its number among them."""
         self.config = config
         self.name = name
         self.serial = next(_serials)  # no other client in this process has it
@@ -103,7 +104,7 @@ class ProcessClient:
         self._on_progress = on_progress
         self._info: EngineInfo | None = None
         self._engine = 0  # its number
-        self._accounts = Accounts(config.scheduler, seat.count)
+        self._accounts = Accounts(config.scheduler, seat.count, index)
         self._health = Health(config.scheduler.step_deadline)
         self.seat = seat
         self._next_handle = seat.first_handle
@@ -176,6 +177,11 @@ class ProcessClient:
         return self.seat.index == 0
 
     @property
+    def step_age(self) -> float:
+        """Seconds that the step under way had taken when the engine was last heard."""
+        return self._health.step_age
+
+    @property
     def alive(self) -> bool:
         return not self._health.death
 
@@ -238,6 +244,11 @@ class ProcessClient:
     def ended(self) -> dict[str, int]:
         """Sequences ever ended: by finish reason, or REJECTED."""
         return self._accounts.ended
+
+    @property
+    def queue_tokens(self) -> dict[str, int]:
+        """Prompt tokens ever ADMITTED to the queue, STARTED, DROPPED (engine.accounts)."""
+        return self._accounts.queue_tokens
 
     @property
     def most_queued(self) -> int:

@@ -14,7 +14,7 @@ class Health:
     def __init__(self, step_deadline: float) -> None:
         self._deadline = step_deadline
         self._last_beat = 0.0
-        self._step_age = 0.0
+        self.step_age = 0.0
         self._problem = ""
         self.stalled = ""
         self.death = ""
@@ -27,7 +27,7 @@ class Health:
         """A beat has come. When it was sent says nothing where the engine's host has a clock of
         its own."""
         self._last_beat = now
-        self._step_age, self._problem = beat.step_age, beat.problem
+        self.step_age, self._problem = beat.step_age, beat.problem
 
     def judge(self, now: float) -> str:
         """Updates ``stalled``. Returns why the engine must be ended, or ""."""
@@ -36,9 +36,9 @@ class Health:
             return f"the engine has not answered for {silence:.1f} s (--step-deadline)"
         if silence > HEARTBEAT_LIMIT:
             self.stalled = f"the engine has not answered for {silence:.1f} s"
-        elif self._step_age > self._deadline:
+        elif self.step_age > self._deadline:
             return (
-                f"a step has taken {self._step_age:.1f} s, above --step-deadline "
+                f"a step has taken {self.step_age:.1f} s, above --step-deadline "
                 f"{self._deadline:g} s"
             )
         else:
