@@ -11,12 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[1] / "octavo"
 
 # Room -> what of octavo it may import, its own room aside. A name ends at a dot.
-EVERYBODY = {"types", "flags", "config", "machine"}
+EVERYBODY = {"types", "flags", "config", "machine", "logs"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "flags": {"types"},
     "config": {"types", "flags"},
     "machine": set(),
+    "logs": set(),
     "outputs": {"types"},
     "core": EVERYBODY,
     "checkpoint": EVERYBODY,

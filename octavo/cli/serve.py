@@ -33,6 +33,7 @@ def run(arguments: Arguments) -> int:
     from octavo.server.tools.setup import check_flags
 
     reject_unsupported(engine_config)
+    engine_config = replace(engine_config, log_format=server_config.log_format)
     if engine_config.parallel.headless:
         return run_headless(engine_config, server_config.drain_timeout)
     check_flags(server_config, engine_config.model.skip_tokenizer_init)
@@ -55,7 +56,7 @@ def run(arguments: Arguments) -> int:
         server_config = replace(server_config, api_key=environment_api_keys())
     asked = engine_config.model
     names = asked.served_model_name or [asked.model]
-    log = StartupLog(names[0])
+    log = StartupLog(names[0], json_lines=server_config.log_format == "json")
 
     from octavo.checkpoint.locate import locate
 
@@ -78,7 +79,7 @@ def lend_devices(config: EngineConfig) -> int:
     from octavo.server.lifecycle import logging_to_stderr
     from octavo.worker.node import run_node
 
-    with logging_to_stderr("info"):
+    with logging_to_stderr("info", config.log_format):
         return run_node(config)
 
 
@@ -97,5 +98,5 @@ def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     finally:
         progress.end()
     model = replace(asked, model=str(files.path))
-    with logging_to_stderr("info"):
+    with logging_to_stderr("info", config.log_format):
         return serve(replace(config, model=model), files.path, drain_timeout)

@@ -73,10 +73,11 @@ class Seat:
 class ProcessClient:
     """One engine process and the requests it has.
 
-    States: loading → ready ⇄ stalled → dead. Stalled means no heartbeat for 1.5 s: open streams
-    end with EngineDead, and heartbeats that return make it ready again. A step, or a silence,
-    longer than ``--step-deadline`` ends the process. ``num_running`` and ``num_waiting`` count
-    sequences (a request with n choices counts n).
+    States: loading → ready ⇄ late ⇄ stalled → dead. Late means that a step has taken half of
+    ``--step-deadline``: nothing new is taken, what is open goes on. Stalled means no heartbeat for
+    1.5 s: open streams end with EngineDead, and heartbeats that return make it ready again. A step,
+    or a silence, longer than ``--step-deadline`` ends the process. ``num_running`` and
+    ``num_waiting`` count sequences (a request with n choices counts n).
     """
 
     def __init__(
@@ -187,8 +188,9 @@ class ProcessClient:
 
     def problem(self) -> str | None:
         """Why the engine cannot serve now, or None when it makes progress."""
-        if self._health.death or self._health.stalled:
-            return self._health.death or self._health.stalled
+        health = self._health
+        if problem := health.death or health.stalled or health.late:
+            return problem
         return None if self._info is not None else "the model is still loading"
 
     async def close(self, grace: float = 2.0) -> None:

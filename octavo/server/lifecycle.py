@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import uvloop
 
-from octavo import collector
+from octavo import collector, logs
 from octavo.checkpoint.locate import ModelFiles
 from octavo.config import EngineConfig, ServerConfig, cluster_secret
 from octavo.engine.client import Seat
@@ -36,6 +36,7 @@ from octavo.engine.placement import local_replicas
 from octavo.engine.ray_backend import RayBackend, check_installed, new_secret
 from octavo.engine.replicas import Replicas
 from octavo.server.group import Board, Group, MemberSettings
+from octavo.server.loading import Loading
 from octavo.types import ConfigError, EngineDead
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class StartLog(Protocol):
     """Who shows the start to the user (cli.startup)."""
 
     def progress(self, phase: str, fraction: float, num_bytes: int = 0, /) -> None: ...
+
+    def enter(self, part: str) -> None: ...
 
     def ready(self, info: EngineInfo, address: str) -> None: ...
 
@@ -77,7 +80,7 @@ def serve(
     listener, address = bind(server)
     try:
         running = Server(config, server, files, log, listener, address, engine_command)
-        with logging_to_stderr(server.uvicorn_log_level):
+        with logging_to_stderr(server.uvicorn_log_level, server.log_format):
             code = uvloop.run(running.run())
         running.leave(code)
         return code
@@ -164,6 +167,7 @@ class Server:
             assert self._door is not None
             specs += self._door.specs()
         self._client = Replicas(specs, self._show_progress, self._seat)
+        self._loading = Loading()
         self._group: Group | None = None
         self._signals = 0
         self._stop = asyncio.Event()
@@ -191,6 +195,7 @@ class Server:
         try:
             if self._door is not None:
                 self._door.start()
+            self._log.enter("engine")
             await self._client.start()
             if self._seat.count > 1 and self._seat.index == 0:
                 self._group = self._make_group()
@@ -203,6 +208,7 @@ class Server:
             if not self._config.model.skip_tokenizer_init:
                 await asyncio.to_thread(self._load_text)
             ended = await self._until(self._client.ready())
+            self._log.enter("opening the doors")
             if ended or (self._group is not None and await self._until(self._group.ready())):
                 return 0
             if self._listener is None:  # a further process takes no connection before it can serve
@@ -263,7 +269,7 @@ class Server:
         from octavo.server.http import HTTPServer
         from octavo.server.state import ServerState
 
-        self._state = ServerState(self._config, self._server, self._client)
+        self._state = ServerState(self._config, self._server, self._client, self._loading)
         self._workers = self._state.workers
         self._http = HTTPServer(create_app(self._state), self._server)
 
@@ -284,6 +290,7 @@ class Server:
         self._state.tokenizer, self._state.template = tokenizer, template
 
     def _show_progress(self, progress: Progress) -> None:
+        self._loading.take(progress)
         self._log.progress(progress.phase, progress.fraction, progress.num_bytes)
 
     def _announce(self) -> None:
@@ -400,13 +407,17 @@ class Server:
 
 
 @contextlib.contextmanager
-def logging_to_stderr(level: str) -> Iterator[None]:
-    """octavo's log lines on stderr for a process that has not set logging up."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S"))
-    logger.addHandler(handler)
+def logging_to_stderr(level: str, log_format: str = "text") -> Iterator[None]:
+    """octavo's log lines on stderr for a process that has not set logging up; with ``json`` those
+    of uvicorn, too."""
+    text = logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S")
+    handler = logs.handler(log_format, "server", sys.stderr, text)
+    own = [logger, logging.getLogger("uvicorn")] if log_format == "json" else [logger]
+    for each in own:
+        each.addHandler(handler)
     logger.setLevel(level.upper() if level != "trace" else "DEBUG")
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for each in own:
+            each.removeHandler(handler)

@@ -27,6 +27,9 @@ class _TellsParent:
     def progress(self, phase: str, fraction: float, num_bytes: int = 0, /) -> None:
         pass
 
+    def enter(self, part: str) -> None:
+        pass
+
     def ready(self, info: EngineInfo, address: str) -> None:
         sys.stdout.buffer.write(READY)
         sys.stdout.buffer.flush()
@@ -39,7 +42,7 @@ def main() -> int:
     server = settings.server
     seat = Seat(settings.index, server.api_server_count, Path(settings.directory))
     running = Server(settings.config, server, files, _TellsParent(), None, "", None, seat)
-    with logging_to_stderr(server.uvicorn_log_level):
+    with logging_to_stderr(server.uvicorn_log_level, server.log_format):
         code = uvloop.run(running.run())
     running.leave(code)
     return code
