@@ -123,7 +123,9 @@ class EngineLoop:
         )
         self._executor = executor
         info = self.engine.info
-        info.startup_seconds = {"engine process": age, **info.startup_seconds}
+        read = process_age() - age - sum(info.startup_seconds.values())  # configuration, tokenizer
+        first = {"engine process": age, "model's configuration": max(0.0, read)}
+        info.startup_seconds = {**first, **info.startup_seconds}
         self._send(self._ready())
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
         self._heart = Heart(self._seats, self)
