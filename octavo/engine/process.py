@@ -42,7 +42,7 @@ from octavo.engine.messages import (
     to_engine_decoder,
 )
 from octavo.engine.seats import Seats
-from octavo.engine.watchdog import Watchdog
+from octavo.engine.watchdog import LATE_SHARE, Watchdog
 from octavo.machine import process_age
 from octavo.parent import die_with_parent
 from octavo.types import ConfigError, EngineDead
@@ -79,8 +79,9 @@ class Heart(threading.Thread):
 
     def _beat(self, sockets: list[zmq.Socket[bytes]]) -> None:
         now = time.monotonic()
-        age = self._loop.age(now)
-        self._watchdog.look(age)
+        started = self._loop.engine.step_started
+        age = now - started if started is not None else 0.0
+        self._watchdog.look(age or self._loop.pause(now))
         step = self._loop.engine.scheduler.counters.steps
         beat = encoder.encode(Heartbeat(now, step, age, self._loop.problem))
         for socket in sockets:
@@ -128,6 +129,7 @@ class EngineLoop:
         info.startup_seconds = {**first, **info.startup_seconds}
         self._send(self._ready())
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
+        self._ticked = time.monotonic()
         self._heart = Heart(self._seats, self)
         self._heart.start()
 
@@ -143,12 +145,10 @@ class EngineLoop:
         assert self._executor is not None
         self._executor.shutdown()
 
-    def age(self, now: float) -> float:
-        """Seconds that the step under way has taken; between steps 0, or those for which the loop
-        has not come round."""
-        started = self.engine.step_started
-        since = now - (started if started is not None else self._ticked)
-        return since if started is not None or since > TICK_SECONDS else 0.0
+    def pause(self, now: float) -> float:
+        """Seconds for which the loop has not come round, though it waits for no step."""
+        since = now - self._ticked
+        return since if self.engine.step_started is None and since > TICK_SECONDS else 0.0
 
     def fail(self, error: BaseException) -> None:
         user_error = isinstance(error, ConfigError)
@@ -158,6 +158,10 @@ class EngineLoop:
 
     @property
     def problem(self) -> str:
+        """What keeps the engine from going on, though its step may not be late."""
+        pause = self.pause(time.monotonic())
+        if pause > self.step_deadline * LATE_SHARE:
+            return f"the engine has done nothing for {pause:.1f} s; its stacks are in the log"
         return self._executor.problem if self._executor is not None else ""
 
     def close(self) -> None:

@@ -67,10 +67,11 @@ def test_a_loop_that_stands_still_outside_of_a_step_is_late_too(tmp_path):
     loop = EngineLoop(EngineConfig(), *addresses)
     loop.engine, loop._executor = toy_engine()
     loop._ticked = 100.0
-    assert loop.age(100.9) == 0.0, "it waits for requests"
-    assert loop.age(103.0) == 3.0
+    assert loop.pause(100.9) == 0.0, "it waits for requests"
+    assert loop.pause(103.0) == 3.0
+    assert loop.problem.startswith("the engine has done nothing for ")
     loop.engine.step_started = 102.5
-    assert loop.age(103.0) == 0.5
+    assert loop.pause(103.0) == 0.0 and loop.problem == ""
     assert loop.engine.under_way() == "the engine's loop, outside of a step,"
     loop.close()
 
