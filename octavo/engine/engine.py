@@ -297,9 +297,8 @@ class Engine:
         self._issue()  # before anything else: the device is waiting
         if not self._submitted:
             self._use.end()
-        outputs = self._outputs(update, result)
         self._schedule_seconds += time.perf_counter() - began
-        return outputs
+        return self._outputs(update, result)
 
     def _issue(self) -> None:
         while (plan := self._scheduler.schedule()) is not None:
