@@ -169,7 +169,7 @@ def test_a_command_of_the_operations_page_works_as_written(command, shared_serve
 def test_files_and_sections_that_the_operations_page_names_are_there():
     for link in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", PAGE):
         assert not link or (ROOT / "docs" / link).exists(), link
-    for path in re.findall(r"(?:-f |`)((?:deploy|tests|scripts)/\S+?)[\s`]", PAGE):
+    for path in re.findall(r"(?:-f |`)((?:deploy|tests|scripts)/[\w./-]+)", PAGE):
         assert (ROOT / path).exists(), path
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= ANCHORS
     assert {command.split()[0] for command in COMMANDS} == {
