@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -66,3 +68,21 @@ def configure_process(kind: str, process: str, stream: TextIO) -> None:
     """For an engine or a rank: all of its records go to the stream."""
     text = logging.Formatter(f"%(levelname)s {process}: %(message)s")
     logging.basicConfig(level=logging.INFO, handlers=[handler(kind, process, stream, text)])
+
+
+@contextlib.contextmanager
+def logging_to_stderr(level: str, log_format: str = "text") -> Iterator[None]:
+    """octavo's log lines on stderr for a process that has not set logging up; with ``json`` those
+    of uvicorn, too."""
+    text = logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S")
+    ours = handler(log_format, "server", sys.stderr, text)
+    logger = logging.getLogger("octavo")
+    own = [logger, logging.getLogger("uvicorn")] if log_format == "json" else [logger]
+    for each in own:
+        each.addHandler(ours)
+    logger.setLevel(level.upper() if level != "trace" else "DEBUG")
+    try:
+        yield
+    finally:
+        for each in own:
+            each.removeHandler(ours)

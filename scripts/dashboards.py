@@ -181,6 +181,13 @@ POSITIONS = Panel(
     "Where it nears zero, later draft tokens are in vain: --num-speculative-tokens.", most=1,
 )  # fmt: skip
 
+SAVED = Panel(
+    "Seconds saved per minute", "s",
+    {"saved": f"60 * sum(deriv(octavo_spec_decode_saved_seconds{{{CHOSEN}}}[5m]))"},
+    "Against steps without draft tokens that draw as many tokens. Below zero: speculation loses.",
+)  # fmt: skip
+BELOW_ZERO = {QUEUE_GROWTH.title, SAVED.title}
+
 
 def by_engine(title: str, unit: str, query: str, tells: str, **more: Any) -> Panel:
     return Panel(title, unit, {"{{instance}} {{engine}}": query}, tells, **more)
@@ -229,7 +236,7 @@ SPECS: dict[str, tuple[str, list[list[Panel]]]] = {
                    "Times the block size: the tokens that its cache holds.")],
     ]),
     "speculation": ("octavo: speculative decoding", [[ACCEPTED, LENGTH], [DRAFTS, POSITIONS],
-                                                     [GAP, STEP]]),
+                                                     [SAVED, STEP], [GAP]]),
     "replicas": ("octavo: replicas", [
         [by_engine("Serves", "short", per_engine("octavo_engine_up"), "1: it takes requests.",
                    most=1),
@@ -274,7 +281,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int, width: int) -> dict[st
         "unit": panel.unit, "min": 0, "custom": custom,
         "thresholds": {"mode": "absolute", "steps": steps},
     }  # fmt: skip
-    if panel.title == QUEUE_GROWTH.title:
+    if panel.title in BELOW_ZERO:
         del defaults["min"]
     if panel.most is not None:
         defaults["max"] = panel.most

@@ -208,11 +208,15 @@ def errors(s: Stretch) -> Iterator[Finding]:
 def speculation_loses(s: Stretch) -> Iterator[Finding]:
     drafted = s.gained("vllm:spec_decode_num_draft_tokens_total")
     accepted = s.gained("vllm:spec_decode_num_accepted_tokens_total")
-    if drafted and accepted / drafted < LOW_ACCEPTANCE:
+    name = "octavo_spec_decode_saved_seconds"
+    saved = s.after.total(name) - s.before.total(name)
+    if drafted and (accepted / drafted < LOW_ACCEPTANCE or saved < 0):
+        lost = f"; {-saved:.1f} s lost in {s.seconds:.0f} s" if saved < 0 else ""
         yield Finding(
             "speculation loses",
-            "most draft tokens are computed for nothing",
-            f"{accepted:.0f} of {drafted:.0f} draft tokens accepted ({accepted / drafted:.0%})",
+            "draft tokens cost more than they bring",
+            f"{accepted:.0f} of {drafted:.0f} draft tokens accepted ({accepted / drafted:.0%})"
+            f"{lost}",
             "fewer draft tokens (--num-speculative-tokens), or serve without speculation: it pays "
             "for predictable output at low temperature and small batches",
             "speculative decoding: for structured output",

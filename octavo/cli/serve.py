@@ -8,6 +8,7 @@ from dataclasses import replace
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.startup import StartupLog
 from octavo.config import EngineConfig, ServerConfig, environment_api_keys, reject_unsupported
+from octavo.logs import logging_to_stderr
 from octavo.types import ConfigError
 
 COMMAND = Command(
@@ -76,7 +77,6 @@ def run(arguments: Arguments) -> int:
 
 def lend_devices(config: EngineConfig) -> int:
     """What machines other than the first do: no HTTP, no scheduler."""
-    from octavo.server.lifecycle import logging_to_stderr
     from octavo.worker.node import run_node
 
     with logging_to_stderr("info", config.log_format):
@@ -88,7 +88,6 @@ def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     from octavo.checkpoint.locate import locate
     from octavo.cli.console import PhaseLine
     from octavo.engine.headless import serve
-    from octavo.server.lifecycle import logging_to_stderr
 
     asked = config.model
     progress = PhaseLine(sys.stderr)

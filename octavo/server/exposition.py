@@ -272,6 +272,11 @@ class Exposition:
             totals.refused,
             "status",
         )
+        yield from self._speculation(counter)
+
+    def _speculation(
+        self, counter: Callable[[str, str, Callable[[Replica], float]], Family]
+    ) -> Iterator[Family]:
         for name, what in (
             ("num_drafts", "Drafts"),
             ("num_draft_tokens", "Draft tokens"),

@@ -300,8 +300,9 @@ class Generation:
     ) -> Piece:
         """Adds tokens to a choice, and ends it: by the engine, or by a stop string in its text."""
         is_first = choice.timings.first_token < 0
+        measures = self._measures(choice)
         if ids:
-            self._time(choice, len(ids), now)
+            _time(choice.timings, measures, len(ids), now)
         if self._ask.drop_output:
             ids, rows = [], []
         num_before = len(choice.text.token_ids)
@@ -319,20 +320,10 @@ class Generation:
             if end.timings.last_token >= 0:
                 choice.timings = end.timings
             self._finish(choice, end.reason.value, end.stop_reason)
-        self._measures(choice).num_generated_tokens += len(ids)
+        measures.num_generated_tokens += len(ids)
         if choice.finish_reason in ("stop", "length"):
             self._record(choice)
         return Piece(choice, text, ids, rows, is_first, choice.finish_reason is not None)
-
-    def _time(self, choice: Choice, num_tokens: int, now: float) -> None:
-        times, measures = choice.timings, self._measures(choice)
-        if times.first_token < 0:
-            times.first_token = now
-            measures.first_token.observe(now - times.arrival)
-        else:
-            gap = (now - times.last_token) / num_tokens
-            measures.inter_token.observe(gap, num_tokens)
-        times.last_token = now
 
     def _finish(self, choice: Choice, reason: str, stop_reason: int | str | None) -> None:
         choice.finish_reason, choice.stop_reason = reason, stop_reason
@@ -361,3 +352,13 @@ class Generation:
 
 def _span(begin: float, end: float) -> float | None:
     return round(end - begin, 6) if end >= 0 else None
+
+
+def _time(times: RequestTimings, measures: EngineMeasures, num_tokens: int, now: float) -> None:
+    """A choice has got so many tokens more."""
+    if times.first_token < 0:
+        times.first_token = now
+        measures.first_token.observe(now - times.arrival)
+    else:
+        measures.inter_token.observe((now - times.last_token) / num_tokens, num_tokens)
+    times.last_token = now

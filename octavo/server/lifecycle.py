@@ -17,14 +17,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import uvloop
 
-from octavo import collector, logs
+from octavo import collector
 from octavo.checkpoint.locate import ModelFiles
 from octavo.config import EngineConfig, ServerConfig, cluster_secret
 from octavo.engine.client import Seat
@@ -35,6 +35,7 @@ from octavo.engine.messages import EngineInfo, Progress
 from octavo.engine.placement import local_replicas
 from octavo.engine.ray_backend import RayBackend, check_installed, new_secret
 from octavo.engine.replicas import Replicas
+from octavo.logs import logging_to_stderr
 from octavo.server.group import Board, Group, MemberSettings
 from octavo.server.loading import Loading
 from octavo.types import ConfigError, EngineDead
@@ -402,22 +403,6 @@ class Server:
                 100 * hits,
                 stats.num_preemptions,
                 f", {client.num_serving} of {count} replicas serve" if count > 1 else "",
+                extra={"fields": {"event": "stats"}},  # of JSON lines, to find them by
             )
             before = now
-
-
-@contextlib.contextmanager
-def logging_to_stderr(level: str, log_format: str = "text") -> Iterator[None]:
-    """octavo's log lines on stderr for a process that has not set logging up; with ``json`` those
-    of uvicorn, too."""
-    text = logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S")
-    handler = logs.handler(log_format, "server", sys.stderr, text)
-    own = [logger, logging.getLogger("uvicorn")] if log_format == "json" else [logger]
-    for each in own:
-        each.addHandler(handler)
-    logger.setLevel(level.upper() if level != "trace" else "DEBUG")
-    try:
-        yield
-    finally:
-        for each in own:
-            each.removeHandler(handler)

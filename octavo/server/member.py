@@ -16,9 +16,10 @@ import uvloop
 from octavo.checkpoint.locate import ModelFiles
 from octavo.engine.client import Seat
 from octavo.engine.messages import EngineInfo
+from octavo.logs import logging_to_stderr
 from octavo.parent import die_with_parent
 from octavo.server.group import READY, MemberSettings
-from octavo.server.lifecycle import Server, logging_to_stderr
+from octavo.server.lifecycle import Server
 
 
 class _TellsParent:

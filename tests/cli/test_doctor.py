@@ -120,6 +120,18 @@ def test_a_planted_fault_is_named_alone(name, before, after, evidence):
     assert found.name == name and evidence in found.evidence and found.fix
 
 
+def test_speculation_that_costs_time_loses_whatever_is_accepted():
+    line = '{name}{{engine="0",model_name="r"}} {value}\n'
+    more = line.format(name="octavo_spec_decode_saved_seconds", value=-1.5)
+    counts = {
+        "vllm__spec_decode_num_draft_tokens_total": 1000,
+        "vllm__spec_decode_num_accepted_tokens_total": 800,
+    }
+    assert names(HEALTHY[0], planted(HEALTHY[1], **counts)) == []
+    (found,) = findings(HEALTHY[0], planted(HEALTHY[1], **counts) + more)
+    assert found.evidence.endswith("(80%); 1.5 s lost in 5 s")
+
+
 def test_a_cache_of_prefixes_that_is_off_is_told():
     off = HEALTHY[1].replace('enable_prefix_caching="True"', 'enable_prefix_caching="False"')
     assert names(HEALTHY[0], off) == ["prefix cache off"]

@@ -27,8 +27,11 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 RUNNABLE = ("octavo", "curl", "promtool")  # the others need what is not on this machine
 DASHBOARDS = sorted((DEPLOY / "grafana/dashboards").glob("*.json"))
 NAME = re.compile(r"\b(?:vllm|octavo|instance|engine)[:_][\w:]+\b")
-# Of a scrape's own, and of servers that speculate.
-ELSEWHERE = {"vllm:spec_decode_num_accepted_tokens_per_pos_total"}
+# Of servers that speculate.
+ELSEWHERE = {
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "octavo_spec_decode_saved_seconds",
+}
 promtool = pytest.mark.skipif(
     not shutil.which("promtool"), reason="promtool: apt-get install prometheus"
 )
