@@ -111,7 +111,7 @@ def test_compose_has_the_files_and_the_patience():
     assert (server.host, server.port) == ("0.0.0.0", 8000)
 
 
-def test_systemd_waits_for_the_drain_and_does_not_repeat_mistakes():
+def test_systemd_waits_for_the_drain_and_does_not_repeat_mistakes(tmp_path):
     text = (DEPLOY / "systemd/octavo.service").read_text()
     settings = dict(re.findall(r"^(\w+)=(.*)$", text, re.M))
     assert int(settings["TimeoutStopSec"]) >= ServerConfig().drain_timeout + 5
@@ -119,7 +119,10 @@ def test_systemd_waits_for_the_drain_and_does_not_repeat_mistakes():
     assert settings["RestartPreventExitStatus"] == "2"
     words = settings["ExecStart"].split()
     assert words[1:4] == ["serve", "--config", "/etc/octavo/config.yaml"]
-    assert built(["MODEL", *words[4:]])[1].log_format == "json"
+    config = tmp_path / "config.yaml"
+    config.write_text("model: org/name\ndrain-timeout: 20\n")
+    engine, server = built(["--config", str(config), *words[4:]])
+    assert (engine.model.model, server.drain_timeout, server.log_format) == ("org/name", 20, "json")
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze: systemd")
