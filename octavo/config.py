@@ -394,6 +394,7 @@ class EngineConfig:
         kind="json",
         check=check_structured_outputs,
     )
+    log_format: str = internal("text")  # as the server's flag says
     nvtx: bool = flag(False, "an NVTX range for every step, for Nsight Systems", group="model")
 
 
@@ -475,6 +476,12 @@ class ServerConfig:
         False, "log each request's id, length and parameters", group="server"
     )
     disable_log_stats: bool = flag(False, "no stats line every 10 s", group="server")
+    log_format: str = flag(
+        "text",
+        "json: each log line of all processes is a JSON object",
+        group="server",
+        choices=("text", "json"),
+    )
     uvicorn_log_level: str = flag(
         "info",
         "log level of the HTTP server",

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from pathlib import Path
 
 SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
@@ -70,3 +71,10 @@ def _address_of(probe: socket.socket, interface: str) -> str | None:
     except OSError:
         return None
     return socket.inet_ntoa(found[20:24])
+
+
+def process_age() -> float:
+    """Seconds since this process was started: interpreter start and imports included."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

@@ -104,7 +104,9 @@ def speculating(config: SpeculativeConfig) -> Speculating | None:
     method = given.pop("method", None)
     if model in ("[ngram]", "ngram"):
         del given["model"]
-        model, method = None, method or "ngram"
+        if method not in (None, "ngram", "[ngram]"):
+            raise ConfigError(f"--speculative-model {model} contradicts the method {method}")
+        model, method = None, "ngram"
     if method is None:
         method = "draft_model" if model else "draft_layers" if "draft_layers" in given else None
     if method is None:

@@ -55,7 +55,19 @@ def test_collect_env_counts_the_kernels(cache: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_phases_of_a_start_are_metrics(server_r: Server) -> None:
+    """The waterfall has the server's besides, and nearly nothing is left over."""
     page = server_r.client.get("/metrics").text
     phases = re.findall(r'octavo_startup_seconds\{.*phase="([^"]+)".*\} (\S+)', page)
-    assert [name for name, _ in phases] == ["import torch", "loading weights", "cache", "warm-up"]
+    assert [name for name, _ in phases] == [
+        *("engine process", "model's configuration", "import torch", "loading weights", "cache"),
+        "warm-up",
+    ]
     assert all(float(seconds) >= 0 for _, seconds in phases)
+    shown = re.search(r"ready in (\S+) s\n((?:  .* s +█+\n)+)", server_r.log)
+    assert shown, server_r.log
+    lines = re.findall(r"^  (.+?) +(\S+) s +█+$", shown[2], re.M)
+    assert [name for name, _ in lines] == [
+        *("interpreter and imports", "finding the model", *(name for name, _ in phases)),
+        *("opening the doors", "other"),
+    ]
+    assert float(lines[-1][1]) <= 0.05 * float(shown[1]) + 0.1

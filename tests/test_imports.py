@@ -11,13 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[1] / "octavo"
 
 # Room -> what of octavo it may import, its own room aside. A name ends at a dot.
-EVERYBODY = {"types", "flags", "speculation", "config", "machine"}
+EVERYBODY = {"types", "flags", "speculation", "config", "machine", "logs"}
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "flags": {"types"},
     "speculation": {"types", "flags"},
     "config": {"types", "flags", "speculation"},
     "machine": set(),
+    "logs": set(),
     "outputs": {"types"},
     "core": EVERYBODY,
     "checkpoint": EVERYBODY,

@@ -38,6 +38,16 @@ class Connection:
         with self._open("GET", path, None) as response:
             return response.status
 
+    def answer(self, path: str) -> tuple[int, str]:
+        """Status and text of a GET, whatever they are; ConfigError when nobody answers."""
+        with self._open("GET", path, None) as response:
+            return response.status, response.read().decode(errors="replace")
+
+    def text(self, path: str) -> str:
+        """The text of a GET; OctavoError for a status that is not 200."""
+        with self._request("GET", path, None) as response:
+            return response.read().decode(errors="replace")
+
     def served_model(self) -> str:
         """The first model the server offers."""
         models = self.get("/v1/models").get("data")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 _BAR = 24
-_LOG_SECONDS = 10.0  # between two lines of one phase in a log
+LOG_SECONDS = 10.0  # between two lines of one phase in a log
 
 
 class PhaseLine:
@@ -37,14 +35,14 @@ class PhaseLine:
             if not self._is_terminal:
                 self._drawn = now
                 print(f"  {phase} …", file=self.stream, flush=True)
-        elif now - self._drawn < (0.1 if self._is_terminal else _LOG_SECONDS):
+        elif now - self._drawn < (0.1 if self._is_terminal else LOG_SECONDS):
             return
         self._num_bytes = max(self._num_bytes, num_bytes)
         if self._is_terminal:
             self._drawn = now
             shown = f"{bar(fraction)} {self._state(fraction, now)}" if fraction >= 0 else "…"
             print(f"\r\x1b[K  {phase} {shown}", end="", file=self.stream, flush=True)
-        elif now - self._drawn >= _LOG_SECONDS:
+        elif now - self._drawn >= LOG_SECONDS:
             self._drawn = now
             print(f"  {phase} {self._state(fraction, now)}", file=self.stream, flush=True)
 
@@ -90,13 +88,6 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
-
-
-def process_age() -> float:
-    """Seconds since this process was started: interpreter start and imports included."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 class CountLine:

@@ -26,11 +26,11 @@ COMMANDS = {
     "quantize": ("octavo.cli.quantize", "make a quantized checkpoint, and measure its loss"),
     "eval": ("octavo.cli.eval", "perplexity of a model, and its divergence from another"),
     "bench": ("octavo.cli.bench.main", "measure: serve, throughput, latency, startup"),
+    "doctor": ("octavo.cli.doctor", "what is wrong with this machine or a running server"),
     "collect-env": ("octavo.cli.collect_env", "facts about this machine for a bug report"),
 }
 COMMANDS_OF_LATER_VERSIONS = {
     "plan": "memory planning without a GPU",
-    "doctor": "self-diagnosis",
 }
 
 

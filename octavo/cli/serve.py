@@ -8,6 +8,7 @@ from dataclasses import replace
 from octavo.cli.arguments import Arguments, Command
 from octavo.cli.startup import StartupLog
 from octavo.config import EngineConfig, ServerConfig, environment_api_keys, reject_unsupported
+from octavo.logs import logging_to_stderr
 from octavo.types import ConfigError
 
 COMMAND = Command(
@@ -33,6 +34,7 @@ def run(arguments: Arguments) -> int:
     from octavo.server.tools.setup import check_flags
 
     reject_unsupported(engine_config)
+    engine_config = replace(engine_config, log_format=server_config.log_format)
     if engine_config.parallel.headless:
         return run_headless(engine_config, server_config.drain_timeout)
     check_flags(server_config, engine_config.model.skip_tokenizer_init)
@@ -55,7 +57,7 @@ def run(arguments: Arguments) -> int:
         server_config = replace(server_config, api_key=environment_api_keys())
     asked = engine_config.model
     names = asked.served_model_name or [asked.model]
-    log = StartupLog(names[0])
+    log = StartupLog(names[0], json_lines=server_config.log_format == "json")
 
     from octavo.checkpoint.locate import locate, locate_draft
 
@@ -77,10 +79,9 @@ def run(arguments: Arguments) -> int:
 
 def lend_devices(config: EngineConfig) -> int:
     """What machines other than the first do: no HTTP, no scheduler."""
-    from octavo.server.lifecycle import logging_to_stderr
     from octavo.worker.node import run_node
 
-    with logging_to_stderr("info"):
+    with logging_to_stderr("info", config.log_format):
         return run_node(config)
 
 
@@ -89,7 +90,6 @@ def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     from octavo.checkpoint.locate import locate, locate_draft
     from octavo.cli.console import PhaseLine
     from octavo.engine.headless import serve
-    from octavo.server.lifecycle import logging_to_stderr
 
     asked = config.model
     progress = PhaseLine(sys.stderr)
@@ -100,5 +100,5 @@ def run_headless(config: EngineConfig, drain_timeout: float) -> int:
     finally:
         progress.end()
     config = replace(config, model=replace(asked, model=str(files.path)), speculative=drafts)
-    with logging_to_stderr("info"):
+    with logging_to_stderr("info", config.log_format):
         return serve(config, files.path, drain_timeout)

@@ -127,6 +127,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def oldest_plan(self) -> StepPlan | None:
+        """Of those in flight."""
+        return next((issued.plan for issued in self._in_flight), None)
+
+    @property
     def has_work(self) -> bool:
         return bool(len(self.running) or len(self.waiting) or len(self._in_flight))
 

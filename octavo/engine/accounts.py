@@ -9,8 +9,11 @@ from octavo.config import SchedulerConfig
 from octavo.engine.admission import QueueGate
 from octavo.engine.forecast import PlaceForecast, PlaceWaits
 from octavo.engine.messages import (
+    ADMITTED,
+    DROPPED,
     REJECTED,
     RETRIED,
+    STARTED,
     AddRequest,
     EngineStats,
     Outputs,
@@ -26,6 +29,11 @@ FORECAST_SECONDS = 0.02  # for which a forecast of places is used again
 def no_ends() -> dict[str, int]:
     """Counts of how sequences ended, all 0."""
     return dict.fromkeys([*(reason.value for reason in FinishReason), REJECTED, RETRIED], 0)
+
+
+def no_tokens() -> dict[str, int]:
+    """Counts of what became of prompt tokens, all 0."""
+    return dict.fromkeys((ADMITTED, STARTED, DROPPED), 0)
 
 
 class Entry:
@@ -71,16 +79,21 @@ class Origin:
 class Accounts:
     """Sequences (a request with n choices counts n) by handle. Always: ``num_admitted`` ==
     ``num_running`` + ``num_waiting`` + the sum of ``ended``, which has RETRIED for those that went
-    on with another engine.
+    on with another engine. And of ``queue_tokens``, the prompts' (once each, whatever n is):
+    ADMITTED == STARTED + DROPPED (they ended before a choice was scheduled) +
+    ``num_waiting_tokens``.
 
     Nothing enters before ``begin``.
     """
 
-    def __init__(self, config: SchedulerConfig, num_clients: int) -> None:
-        """``num_clients``: of the engine; each lets in its part of the queue."""
+    def __init__(self, config: SchedulerConfig, num_clients: int, engine: int = 0) -> None:
+        """``num_clients``: of the engine; each lets in its part of the queue. ``engine``: its
+        number among the server's."""
+        self.engine = engine
         self.entries: dict[int, Entry] = {}  # by every open handle
         self.num_admitted = 0
         self.ended = no_ends()
+        self.queue_tokens = no_tokens()
         self.num_pending_tokens = 0  # of prompts of which nothing has come back yet
         self.forecast = PlaceForecast()
         self._config = config
@@ -148,6 +161,8 @@ class Accounts:
         self.entries.update(dict.fromkeys(handles, entry))
         self._waiting.update(handles)
         self.num_admitted += entry.n
+        self.queue_tokens[ADMITTED] += entry.num_prompt_tokens
+        stream.engine_of.update(dict.fromkeys(handles, self.engine))
 
     def start(self, handle: int, entry: Entry) -> None:
         """A sequence was scheduled for the first time."""
@@ -237,4 +252,5 @@ class Accounts:
     def _leave_queue(self, entry: Entry, started: bool) -> None:
         if entry.queued:
             entry.queued = False
+            self.queue_tokens[STARTED if started else DROPPED] += entry.num_prompt_tokens
             self.gate.leave(entry.num_prompt_tokens, time.monotonic(), started)

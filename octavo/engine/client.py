@@ -73,10 +73,11 @@ class Seat:
 class ProcessClient:
     """One engine process and the requests it has.
 
-    States: loading → ready ⇄ stalled → dead. Stalled means no heartbeat for 1.5 s: open streams
-    end with EngineDead, and heartbeats that return make it ready again. A step, or a silence,
-    longer than ``--step-deadline`` ends the process. ``num_running`` and ``num_waiting`` count
-    sequences (a request with n choices counts n).
+    States: loading → ready ⇄ late ⇄ stalled → dead. Late means that a step has taken half of
+    ``--step-deadline``: nothing new is taken, what is open goes on. Stalled means no heartbeat for
+    1.5 s: open streams end with EngineDead, and heartbeats that return make it ready again. A step,
+    or a silence, longer than ``--step-deadline`` ends the process. ``num_running`` and
+    ``num_waiting`` count sequences (a request with n choices counts n).
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class ProcessClient:
         launcher: Launcher | None = None,
         seat: Seat = Seat(),
         name: str = "",
+        index: int = 0,
     ) -> None:
         """``launcher``: where the engine runs (None: a process of this machine); ``name``: in the
-        log, of the engine where there are several."""
+        log, of the engine where there are several; ``index``: its number among them."""
         self.config = config
         self.name = name
         self.serial = next(_serials)  # no other client in this process has it
@@ -103,7 +105,7 @@ class ProcessClient:
         self._on_progress = on_progress
         self._info: EngineInfo | None = None
         self._engine = 0  # its number
-        self._accounts = Accounts(config.scheduler, seat.count)
+        self._accounts = Accounts(config.scheduler, seat.count, index)
         self._health = Health(config.scheduler.step_deadline)
         self.seat = seat
         self._next_handle = seat.first_handle
@@ -176,13 +178,19 @@ class ProcessClient:
         return self.seat.index == 0
 
     @property
+    def step_age(self) -> float:
+        """Seconds that the step under way had taken when the engine was last heard."""
+        return self._health.step_age
+
+    @property
     def alive(self) -> bool:
         return not self._health.death
 
     def problem(self) -> str | None:
         """Why the engine cannot serve now, or None when it makes progress."""
-        if self._health.death or self._health.stalled:
-            return self._health.death or self._health.stalled
+        health = self._health
+        if problem := health.death or health.stalled or health.late:
+            return problem
         return None if self._info is not None else "the model is still loading"
 
     async def close(self, grace: float = 2.0) -> None:
@@ -238,6 +246,11 @@ class ProcessClient:
     def ended(self) -> dict[str, int]:
         """Sequences ever ended: by finish reason, or REJECTED."""
         return self._accounts.ended
+
+    @property
+    def queue_tokens(self) -> dict[str, int]:
+        """Prompt tokens ever ADMITTED to the queue, STARTED, DROPPED (engine.accounts)."""
+        return self._accounts.queue_tokens
 
     @property
     def most_queued(self) -> int:

@@ -59,6 +59,7 @@ PLANS_IN_FLIGHT = 2
 PREPARING_SECONDS = 0.005
 # Steps between two measurements of what the filled part of the used blocks is.
 FRAGMENTATION_STEPS = 8
+MOST_NAMED = 8  # requests that a line of the log names
 
 
 class Executor(Protocol):
@@ -309,9 +310,8 @@ class Engine:
         self._issue()  # before anything else: the device is waiting
         if not self._submitted:
             self._use.end()
-        outputs = self._outputs(update, result)
         self._schedule_seconds += time.perf_counter() - began
-        return outputs
+        return self._outputs(update, result)
 
     def _issue(self) -> None:
         while (plan := self._scheduler.schedule()) is not None:
@@ -357,11 +357,24 @@ class Engine:
         self._measure(self._clock(), None)
         if not self._submitted:
             self._use.end()
-        logger.error("step %d failed: %s", failure.step, failure)
+        logger.error("%s failed: %s", self.under_way(), failure)
         for request in self._scheduler.fail():
             request.message = str(failure)
             self._ended.append(request)
         return self._outputs(None, None)
+
+    def under_way(self) -> str:
+        """The step whose result is awaited, for the log: its size, and whose requests it has."""
+        plan = self._scheduler.oldest_plan
+        if plan is None:
+            return "the engine's loop, outside of a step,"
+        requests = self._scheduler.running.requests
+        names = [r.request_id for slot in plan.slots if (r := requests[slot]) is not None]
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return (
+            f"step {plan.step} ({plan.total_tokens} tokens of {plan.num_rows} sequences: "
+            f"{', '.join(names[:MOST_NAMED])}{more})"
+        )
 
     # ---- telling ----
 

@@ -23,6 +23,8 @@ CLIENT_SHIFT = 48
 # another one (it had given nothing yet when this one died or stalled).
 REJECTED = "rejected"
 RETRIED = "retried"
+# What becomes of a prompt's tokens in the queue.
+ADMITTED, STARTED, DROPPED = "admitted", "started", "dropped"
 
 
 def pack_ids(ids: Any) -> bytes:

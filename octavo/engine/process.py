@@ -18,7 +18,7 @@ import time
 import msgspec
 import zmq
 
-from octavo import collector
+from octavo import collector, logs
 from octavo.config import EngineConfig, cluster_secret
 from octavo.engine.engine import Executor
 from octavo.engine.messages import (
@@ -42,6 +42,8 @@ from octavo.engine.messages import (
     to_engine_decoder,
 )
 from octavo.engine.seats import Seats
+from octavo.engine.watchdog import LATE_SHARE, Watchdog
+from octavo.machine import process_age
 from octavo.parent import die_with_parent
 from octavo.types import ConfigError, EngineDead
 from octavo.wire import session_secret
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
 IDLE_POLL_MS = 500
+TICK_SECONDS = 1.0  # within which a loop without work comes round
 
 
 class Heart(threading.Thread):
@@ -58,6 +61,7 @@ class Heart(threading.Thread):
     def __init__(self, seats: Seats, loop: EngineLoop) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._seats, self._loop = seats, loop
+        self._watchdog = Watchdog(loop.step_deadline, lambda: loop.engine.under_way())
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -70,12 +74,14 @@ class Heart(threading.Thread):
     def stop(self) -> None:
         """Its socket must be closed by its own thread, before the context ends."""
         self._stopped.set()
+        self._watchdog.stop()
         self.join(HEARTBEAT_SECONDS)
 
     def _beat(self, sockets: list[zmq.Socket[bytes]]) -> None:
         now = time.monotonic()
         started = self._loop.engine.step_started
         age = now - started if started is not None else 0.0
+        self._watchdog.look(age or self._loop.pause(now))
         step = self._loop.engine.scheduler.counters.steps
         beat = encoder.encode(Heartbeat(now, step, age, self._loop.problem))
         for socket in sockets:
@@ -103,24 +109,33 @@ class EngineLoop:
         self._executor: Executor | None = None
         self._draining = False
         self._number = time.time_ns()
+        self._ticked = time.monotonic()  # when the loop last began anew
+        self.step_deadline = config.scheduler.step_deadline
 
     def start(self) -> None:
         """Loads the model and says Ready. Raises ConfigError for what the user can mend."""
         from octavo.engine.start import start_engine
 
+        age = process_age()  # this interpreter, and all it has imported
         self.engine, executor = start_engine(
             self._config,
             lambda *news: self._send(Progress(*news)),
             self._seats.directory,
         )
         self._executor = executor
+        info = self.engine.info
+        read = process_age() - age - sum(info.startup_seconds.values())  # configuration, tokenizer
+        first = {"engine process": age, "model's configuration": max(0.0, read)}
+        info.startup_seconds = {**first, **info.startup_seconds}
         self._send(self._ready())
         self._send(Outputs(self.engine.stats()))  # what is left to do in idle moments
+        self._ticked = time.monotonic()
         self._heart = Heart(self._seats, self)
         self._heart.start()
 
     def run(self) -> None:
         while not (self._draining and not self.engine.has_work):
+            self._ticked = time.monotonic()
             busy = self.engine.has_work or self._use_idle_moment()
             if not self._read_inbox(wait_ms=0 if busy else IDLE_POLL_MS) and not busy:
                 self.engine.grammars.build()  # it takes a moment, and nobody is waiting now
@@ -130,6 +145,11 @@ class EngineLoop:
         assert self._executor is not None
         self._executor.shutdown()
 
+    def pause(self, now: float) -> float:
+        """Seconds for which the loop has not come round, though it waits for no step."""
+        since = now - self._ticked
+        return since if self.engine.step_started is None and since > TICK_SECONDS else 0.0
+
     def fail(self, error: BaseException) -> None:
         user_error = isinstance(error, ConfigError)
         told = user_error or isinstance(error, EngineDead)
@@ -138,6 +158,10 @@ class EngineLoop:
 
     @property
     def problem(self) -> str:
+        """What keeps the engine from going on, though its step may not be late."""
+        pause = self.pause(time.monotonic())
+        if pause > self.step_deadline * LATE_SHARE:
+            return f"the engine has done nothing for {pause:.1f} s; its stacks are in the log"
         return self._executor.problem if self._executor is not None else ""
 
     def close(self) -> None:
@@ -204,7 +228,7 @@ def main() -> int:
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     several = config.parallel.data_parallel_size > 1
     name = f"engine {config.parallel.replica}" if several else "engine"
-    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s {name}: %(message)s")
+    logs.configure_process(config.log_format, name, sys.stderr)
     if config.parallel.nnodes > 1:  # on this host ranks end with this process
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     loop = EngineLoop(config, inbox, outbox)

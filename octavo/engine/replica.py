@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.engine.accounts import no_ends
+from octavo.engine.accounts import no_ends, no_tokens
 from octavo.engine.client import ProcessClient
 from octavo.engine.launch import Launcher
 from octavo.engine.messages import EngineInfo, EngineStats
@@ -81,6 +81,7 @@ class Replica:
         self._connect = connect
         self._past_admitted = 0
         self._past_ended = no_ends()
+        self._past_tokens = no_tokens()
         self._past_stats = EngineStats(time=0.0)
         self.client = connect()
 
@@ -89,6 +90,7 @@ class Replica:
         last = self.client
         self._past_admitted += last.num_admitted
         self._past_ended = self.ended
+        self._past_tokens = self.queue_tokens
         self._past_stats = self.stats
         self.in_service = False
         self.client = self._connect()
@@ -150,9 +152,11 @@ class Replica:
 
     @property
     def ended(self) -> dict[str, int]:
-        both = Counter(self._past_ended)
-        both.update(self.client.ended)
-        return dict(both)
+        return _added(self._past_ended, self.client.ended)
+
+    @property
+    def queue_tokens(self) -> dict[str, int]:
+        return _added(self._past_tokens, self.client.queue_tokens)
 
     @property
     def stats(self) -> EngineStats:
@@ -162,6 +166,12 @@ class Replica:
         if not self.client.alive:
             counts.update(dict.fromkeys(LIVE_COUNTS, 0))
         return msgspec.structs.replace(now, **counts)
+
+
+def _added(past: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    both = Counter(past)
+    both.update(now)
+    return dict(both)
 
 
 def computed_tokens(stats: EngineStats) -> int:

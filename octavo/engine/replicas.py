@@ -269,6 +269,7 @@ class Replicas:
             spec.launcher,
             replace(self.seat, directory=directory),
             name,
+            index,
         )
         client.on_step = lambda stats: self.on_step(index, stats)
         client.rescue = lambda entry: self._dispatcher.rescue(self.replicas[index], entry)

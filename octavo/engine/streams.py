@@ -48,6 +48,7 @@ class RequestStream(AsyncIterator[StepEvents]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handles: Iterable[int]) -> None:
         self.open = set(handles)
+        self.engine_of: dict[int, int] = {}  # the engine that has a handle, or had it last
         self.started: set[int] = set()  # handles whose Started is out: each is told once
         self._loop = loop
         self._pending: StepEvents | None = None

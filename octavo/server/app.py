@@ -31,6 +31,7 @@ from octavo.server.errors import (
     on_http_exception,
     on_unexpected_error,
 )
+from octavo.server.health import add_health_routes
 from octavo.server.middleware import wrapped
 from octavo.server.page import add_page
 from octavo.server.protocol import (
@@ -48,7 +49,7 @@ from octavo.server.sampling import chat_params, completion_params, renamed_for_c
 from octavo.server.state import ServerState
 from octavo.server.tools.answer import reading
 from octavo.server.tools.requests import tool_use
-from octavo.types import EngineDead, InvalidRequest, OctavoError
+from octavo.types import InvalidRequest, OctavoError
 
 M = TypeVar("M", bound=ForModel)
 
@@ -81,7 +82,7 @@ def create_app(state: ServerState) -> App:
     api.add_exception_handler(Exception, on_unexpected_error)
     _add_generating_routes(api, state)
     _add_text_routes(api, state)
-    _add_health_routes(api, state)
+    add_health_routes(api, state)
     _add_facts_routes(api, state)
     add_page(api, state.server.root_path)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
@@ -187,39 +188,6 @@ def _add_text_routes(api: FastAPI, state: ServerState) -> None:
         """One model."""
         state.check_serving()
         return _json(_card(state, state.check_model(name)))
-
-
-def _add_health_routes(api: FastAPI, state: ServerState) -> None:
-    def serving() -> Response:
-        state.check_serving()
-        return Response(status_code=200)
-
-    @api.get("/health")
-    async def health() -> Response:
-        """200 only while the engine makes progress and requests are taken."""
-        return serving()
-
-    @api.get("/health/ready")
-    async def ready() -> Response:
-        """As /health: whether to send requests here."""
-        return serving()
-
-    @api.get("/health/live")
-    async def live() -> Response:
-        """200 unless a restart is needed: also while loading, draining or stalled."""
-        if not state.client.alive:
-            raise EngineDead(state.client.problem() or "the engine is gone")
-        return Response(status_code=200)
-
-    @api.get("/ping")
-    async def ping() -> Response:
-        """As /health."""
-        return serving()
-
-    @api.post("/ping")
-    async def post_ping() -> Response:
-        """As /health."""
-        return serving()
 
 
 def _add_facts_routes(api: FastAPI, state: ServerState) -> None:

@@ -11,6 +11,7 @@ from octavo.engine.messages import AddRequest, Started, TokenLogprobRow
 from octavo.engine.streams import StepEvents
 from octavo.server.auth import Receive
 from octavo.server.generation import Ask, Choice, Generation, Piece, Prompt
+from octavo.server.measures import EngineMeasures
 from octavo.server.state import ServerState
 from octavo.text.output import stop_string_in
 from octavo.types import BeamSearchParams
@@ -28,6 +29,8 @@ class BeamGeneration(Generation):
         self._searches: list[tuple[Prompt, BeamSearch]] = []
         self._row_of: dict[int, TokenLogprobRow] = {}  # of the step under way, by handle
         self._starting: dict[int, Prompt] = {}  # by handle of the prompts' own step
+        self._admitted: dict[int, AddRequest] = {}  # by the prompts' handles
+        self._measured: dict[int, EngineMeasures] = {}  # of the engine that began a prompt
 
     async def begin(self) -> None:
         self._state.check_serving()
@@ -39,8 +42,7 @@ class BeamGeneration(Generation):
         for request, prompt in zip(requests, self.prompts):
             search = BeamSearch(request, self._beams, info, stop_in, params.logprobs)
             self._searches.append((prompt, search))
-            if not self._ask.again:
-                self._state.metrics.on_admitted(request.params, request.max_tokens)
+            self._admitted[prompt.handle] = request
         try:
             await self._step(self._live())
         except BaseException:
@@ -94,8 +96,11 @@ class BeamGeneration(Generation):
 
     def _start(self, prompt: Prompt, started: Started) -> None:
         prompt.num_cached = started.num_cached_tokens
-        self._state.metrics.num_prompt_tokens += len(prompt.ids)
-        self._state.metrics.num_cached_tokens += started.num_cached_tokens
+        measures = self._measured[prompt.handle] = self._submission.measures(started.handle)
+        measures.on_started(len(prompt.ids), started.num_cached_tokens)
+        if not self._ask.again:
+            request = self._admitted[prompt.handle]
+            measures.on_admitted(request.params, request.max_tokens)
         for choice in self.choices:
             if choice.prompt is prompt:
                 choice.timings.first_scheduled = started.time
@@ -104,14 +109,17 @@ class BeamGeneration(Generation):
         times = choice.timings
         if times.first_token < 0:
             times.first_token = now
-            self._state.metrics.first_token.observe(now - times.arrival)
+            self._measures(choice).first_token.observe(now - times.arrival)
         times.last_token = now
+
+    def _measures(self, choice: Choice) -> EngineMeasures:
+        return self._measured[choice.prompt.handle]
 
     def _piece(self, choice: Choice, prompt: Prompt, beam: Beam) -> Piece:
         choice.prompt = prompt
         text = choice.text.push(beam.tokens)
         text += choice.text.finish()
         choice.finish_reason, choice.stop_reason = beam.finish_reason, beam.stop_reason
-        self._state.metrics.num_generated_tokens += len(beam.tokens)
+        self._measures(choice).num_generated_tokens += len(beam.tokens)
         self._record(choice)
         return Piece(choice, text, beam.tokens, beam.rows, True, True)

@@ -59,7 +59,7 @@ async def embed(
         for part in parts(requests, state):
             async for events in submission.run(part):
                 if events.more is not None:
-                    answer.take(events.more)
+                    answer.take(events.more, submission)
     finally:
         submission.close()
     content = await answer.whole(request)
@@ -146,17 +146,18 @@ class EmbeddingAnswer:
             request.handle += first
         self._requests = requests
 
-    def take(self, events: MoreEvents) -> None:
-        metrics, now = self._state.metrics, time.monotonic()
+    def take(self, events: MoreEvents, submission: Submission) -> None:
+        now = time.monotonic()
         for started in events.started:
             self._num_cached += started.num_cached_tokens
-            metrics.num_cached_tokens += started.num_cached_tokens
-            metrics.num_prompt_tokens += self._length(started.handle)
+            length = self._length(started.handle)
+            submission.measures(started.handle).on_started(length, started.num_cached_tokens)
         for pooled in events.pooled:
             self._vectors[pooled.handle] = pooled
         for end in events.finished:
             self._last_scheduled = max(self._last_scheduled, end.timings.first_scheduled)
-            metrics.on_embedded(end.timings, now, self._length(end.handle))
+            length = self._length(end.handle)
+            submission.measures(end.handle).on_embedded(end.timings, now, length)
 
     def doing(self) -> str:
         """What a timeout interrupts."""

@@ -7,23 +7,15 @@ first → last token; inference = first scheduled → last token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
-
-from octavo.engine.messages import REJECTED, RETRIED
+from octavo.engine.messages import ADMITTED, DROPPED, REJECTED, RETRIED, STARTED
 from octavo.engine.replica import Replica
 from octavo.engine.replicas import Replicas
+from octavo.server.families import Family, Kind, label_text
 from octavo.server.histograms import Histogram
-from octavo.server.totals import Totals
+from octavo.server.totals import EngineTotals, Totals
 from octavo.types import FinishReason
 
 if TYPE_CHECKING:
@@ -31,8 +23,65 @@ if TYPE_CHECKING:
 
 ALL_ENGINES = "all"  # the label of what the API process counts, where there are several engines
 
+# Of EngineStats: name, help, attribute, for gauges and for counters.
+STATE_OF_ENGINE = (
+    (
+        "octavo_kv_internal_fragmentation_ratio",
+        "Share of the used blocks' token places that hold no token",
+        "fragmentation",
+    ),
+    (
+        "octavo_graphs_pending",
+        "CUDA graphs yet to be captured in idle moments",
+        "graphs_pending",
+    ),
+)
+COUNTS_OF_ENGINE = (
+    ("vllm:prefix_cache_queries", "Tokens looked up", "prefix_queries"),
+    ("vllm:prefix_cache_hits", "Tokens found", "prefix_hits"),
+    ("vllm:num_preemptions", "Preemptions", "num_preemptions"),
+    ("octavo_cow_copies", "Blocks copied on write", "num_copies"),
+    (
+        "octavo_tokens_drawn",
+        "Tokens the engine drew; more than were returned by those behind a stop string or of "
+        "requests that were aborted",
+        "generation_tokens",
+    ),
+)
+# Of the sequences of an engine, measured by the API processes: name, help, attribute.
+HISTOGRAMS = (
+    ("vllm:time_to_first_token_seconds", "Arrival to first token", "first_token"),
+    ("vllm:inter_token_latency_seconds", "Between a sequence's tokens", "inter_token"),
+    (
+        "vllm:time_per_output_token_seconds",
+        "The same as inter_token_latency_seconds, under its older name",
+        "inter_token",
+    ),
+    (
+        "vllm:request_time_per_output_token_seconds",
+        "Mean of a sequence: decode time / (tokens - 1)",
+        "per_output_token",
+    ),
+    ("vllm:e2e_request_latency_seconds", "Arrival to last token", "request"),
+    ("vllm:request_queue_time_seconds", "Arrival to first scheduled", "queue"),
+    ("vllm:request_inference_time_seconds", "Scheduled to last token", "inference"),
+    ("vllm:request_prefill_time_seconds", "Scheduled to first token", "prefill"),
+    ("vllm:request_decode_time_seconds", "First to last token", "decode"),
+    ("vllm:request_prompt_tokens", "Prompt tokens", "prompt_tokens"),
+    ("vllm:request_generation_tokens", "Output tokens", "generation_tokens"),
+    (
+        "vllm:request_max_num_generation_tokens",
+        "Output tokens of a request's longest choice",
+        "max_generation_tokens",
+    ),
+    ("vllm:request_params_n", "Choices asked for", "params_n"),
+    ("vllm:request_params_max_tokens", "max_tokens asked for", "params_max_tokens"),
+)
 
-class Exposition(Collector):
+Values = float | Mapping[str, float]
+
+
+class Exposition:
     """What ``metrics`` and the engines of ``client`` hold, as families."""
 
     def __init__(self, metrics: Metrics, client: Replicas, model_name: str) -> None:
@@ -40,11 +89,13 @@ class Exposition(Collector):
         self._client = client
         self._model_name = model_name
 
-    def collect(self) -> Iterator[Metric]:
+    def families(self) -> Iterator[Family]:
         """Counts are summed over all API processes; the engine's own figures appear once."""
         totals = self._metrics.totals()
         yield from self._gauges(totals)
+        yield from self._facts()
         yield from self._counters(totals)
+        yield from self._pipeline()
         yield from self._histograms(totals)
 
     @property
@@ -52,43 +103,41 @@ class Exposition(Collector):
         """What is counted for the whole server is told of the one engine, or of all."""
         return "0" if len(self._client.replicas) == 1 else ALL_ENGINES
 
+    def _labels(self, engine: int | str, **more: str) -> str:
+        return label_text({"engine": str(engine), "model_name": self._model_name, **more})
+
     def _of_engines(
         self,
-        kind: Callable[..., Metric],
+        kind: Kind,
         name: str,
         help: str,
-        values: Callable[[Replica], float | dict[str, float]],
+        values: Callable[[Replica], Values],
         label: str = "",
-    ) -> Metric:
+    ) -> Family:
         """A sample for each engine; with ``label`` one for each value that it takes."""
-        family = kind(name, help, labels=["model_name", "engine", *([label] if label else [])])
+        family = Family(kind, name, help)
         for replica in self._client.replicas:
-            found = values(replica)
-            for key, value in found.items() if isinstance(found, dict) else [("", found)]:
-                labels = [self._model_name, str(replica.index), *([key] if label else [])]
-                family.add_metric(labels, value)  # type: ignore[attr-defined]
+            self._add(family, replica.index, values(replica), label)
         return family
 
-    def _of_server(
-        self,
-        kind: Callable[..., Metric],
-        name: str,
-        help: str,
-        values: float | dict[str, float],
-        label: str = "",
-    ) -> Metric:
-        """The sample of the server; with ``label`` one for each value that it takes."""
-        family = kind(name, help, labels=["model_name", "engine", *([label] if label else [])])
-        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            labels = [self._model_name, self._server_label, *([key] if label else [])]
-            family.add_metric(labels, value)  # type: ignore[attr-defined]
+    def _add(self, family: Family, engine: int | str, values: Values, label: str) -> None:
+        if isinstance(values, Mapping):
+            for key, value in values.items():
+                family.add(self._labels(engine, **{label: key}), value)
+        else:
+            family.add(self._labels(engine), values)
+
+    def _of_server(self, name: str, help: str, values: Values, label: str = "") -> Family:
+        """The counter of the server; with ``label`` a sample for each value that it takes."""
+        family = Family("counter", name, help)
+        self._add(family, self._server_label, values, label)
         return family
 
-    def _gauges(self, totals: Totals) -> Iterator[Metric]:
+    def _gauges(self, totals: Totals) -> Iterator[Family]:
         engines = totals.engines
 
-        def gauge(name: str, help: str, values: Callable[[Replica], float]) -> Metric:
-            return self._of_engines(GaugeMetricFamily, name, help, values)
+        def gauge(name: str, help: str, values: Callable[[Replica], float]) -> Family:
+            return self._of_engines("gauge", name, help, values)
 
         yield gauge(
             "vllm:num_requests_running",
@@ -101,7 +150,7 @@ class Exposition(Collector):
             lambda r: engines[r.index].num_waiting,
         )
         yield self._of_engines(
-            GaugeMetricFamily,
+            "gauge",
             "vllm:num_requests_waiting_by_reason",
             "Sequences in the queue; capacity: for a free place or KV blocks",
             lambda r: {"capacity": engines[r.index].num_waiting, "deferred": 0},
@@ -109,25 +158,9 @@ class Exposition(Collector):
         )
         for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
             yield gauge(name, "Share of KV blocks held by sequences, 0 to 1", kv_cache_usage)
-        yield self._of_engines(
-            GaugeMetricFamily, "octavo_kv_blocks", "KV blocks by state", _blocks, "state"
-        )
-        yield gauge(
-            "octavo_kv_internal_fragmentation_ratio",
-            "Share of the used blocks' token places that hold no token",
-            lambda r: r.stats.fragmentation,
-        )
-        yield gauge(
-            "octavo_graphs_pending",
-            "CUDA graphs yet to be captured in idle moments",
-            lambda r: r.stats.graphs_pending,
-        )
-        if self._client.config.parallel.pipeline_parallel_size > 1:
-            yield gauge(
-                "octavo_pipeline_bubble_ratio",
-                "Share of the time with work in which pipeline stages on average computed nothing",
-                lambda r: r.stats.bubble,
-            )
+        yield self._of_engines("gauge", "octavo_kv_blocks", "KV blocks by state", _blocks, "state")
+        for name, help, attribute in STATE_OF_ENGINE:
+            yield gauge(name, help, lambda r, a=attribute: getattr(r.stats, a))  # type: ignore[misc]
         yield gauge(
             "octavo_waiting_prompt_tokens",
             "Prompt tokens in the queue",
@@ -136,17 +169,19 @@ class Exposition(Collector):
         yield gauge(
             "octavo_engine_up", "1 while the engine takes requests", lambda r: float(r.serves)
         )
-        yield from self._facts()
+        yield gauge(
+            "octavo_step_age_seconds",
+            "Age of the step under way, as of the engine's last heartbeat; 0 between steps",
+            lambda r: r.client.step_age,
+        )
 
-    def _facts(self) -> Iterator[Metric]:
+    def _facts(self) -> Iterator[Family]:
         """Of the engines that serve; nothing before one does."""
         infos = {r.index: r.info for r in self._client.replicas if r.info is not None}
         if not infos:
             return
         cache = self._client.config.cache
-        family = InfoMetricFamily(
-            "vllm:cache_config", "Facts of the KV cache", labels=["model_name", "engine"]
-        )
+        family = Family("info", "vllm:cache_config", "Facts of the KV cache")
         for index, info in infos.items():
             facts = {
                 "block_size": str(info.block_size),
@@ -155,43 +190,46 @@ class Exposition(Collector):
                 "enable_prefix_caching": str(cache.enable_prefix_caching),
                 "kv_cache_memory_bytes": str(info.kv_cache_bytes),
             }
-            family.add_metric([self._model_name, str(index)], facts)
+            family.add(self._labels(index, **facts), 1)
         yield family
         yield self._of_engines(
-            GaugeMetricFamily,
+            "gauge",
+            "octavo_max_num_seqs",
+            "Sequences that may run at once",
+            lambda r: infos[r.index].max_num_seqs if r.index in infos else {},
+        )
+        yield self._of_engines(
+            "gauge",
             "octavo_startup_seconds",
             "Seconds each phase of the start took",
-            lambda r: dict(infos[r.index].startup_seconds) if r.index in infos else {},
+            lambda r: infos[r.index].startup_seconds if r.index in infos else {},
             "phase",
         )
 
-    def _counters(self, totals: Totals) -> Iterator[Metric]:
+    def _counters(self, totals: Totals) -> Iterator[Family]:
         engines = totals.engines
 
-        def counter(name: str, help: str, values: Callable[[Replica], float]) -> Metric:
-            return self._of_engines(CounterMetricFamily, name, help, values)
+        def counter(name: str, help: str, values: Callable[[Replica], float]) -> Family:
+            return self._of_engines("counter", name, help, values)
 
-        def of_server(name: str, help: str, value: float) -> Metric:
-            return self._of_server(CounterMetricFamily, name, help, value)
+        def counted(name: str, help: str, values: Callable[[EngineTotals], float]) -> Family:
+            return counter(name, help, lambda r: values(engines[r.index]))
 
-        for name, help, attribute in (
-            ("vllm:prefix_cache_queries", "Tokens looked up", "prefix_queries"),
-            ("vllm:prefix_cache_hits", "Tokens found", "prefix_hits"),
-            ("vllm:num_preemptions", "Preemptions", "num_preemptions"),
-            ("octavo_cow_copies", "Blocks copied on write", "num_copies"),
-        ):
+        for name, help, attribute in COUNTS_OF_ENGINE:
             yield counter(name, help, lambda r, a=attribute: getattr(r.stats, a))  # type: ignore[misc]
-        yield of_server(
-            "vllm:prompt_tokens", "Prompt tokens of started requests", totals.num_prompt_tokens
+        yield counted(
+            "vllm:prompt_tokens", "Prompt tokens of started requests", lambda e: e.num_prompt_tokens
         )
-        yield of_server(
-            "vllm:prompt_tokens_cached", "Of those, found in the cache", totals.num_cached_tokens
+        yield counted(
+            "vllm:prompt_tokens_cached",
+            "Of those, found in the cache",
+            lambda e: e.num_cached_tokens,
         )
-        yield of_server(
-            "vllm:generation_tokens", "Tokens returned to clients", totals.num_generated_tokens
+        yield counted(
+            "vllm:generation_tokens", "Tokens returned to clients", lambda e: e.num_generated_tokens
         )
         yield self._of_engines(
-            CounterMetricFamily,
+            "counter",
             "vllm:request_success",
             "Sequences that ended, by reason",
             lambda r: {
@@ -199,54 +237,46 @@ class Exposition(Collector):
             },
             "finished_reason",
         )
-        yield counter(
-            "octavo_requests_admitted",
-            "Sequences queued",
-            lambda r: engines[r.index].num_admitted,
-        )
-        yield counter(
+        yield counted("octavo_requests_admitted", "Sequences queued", lambda e: e.num_admitted)
+        yield counted(
             "octavo_requests_rejected",
             "Queued sequences the engine refused",
-            lambda r: engines[r.index].ended[REJECTED],
+            lambda e: e.ended[REJECTED],
         )
-        yield counter(
+        yield counted(
             "octavo_requests_retried",
             "Queued sequences that went on with another engine",
-            lambda r: engines[r.index].ended[RETRIED],
+            lambda e: e.ended[RETRIED],
         )
+        for name, help in (
+            (ADMITTED, "Prompt tokens queued"),
+            (STARTED, "Prompt tokens whose requests were scheduled"),
+            (DROPPED, "Prompt tokens whose requests ended in the queue"),
+        ):
+            yield counted(
+                f"octavo_prompt_tokens_{name}",
+                help,
+                lambda e, n=name: e.queue_tokens[n],  # type: ignore[misc]
+            )
         yield counter(
             "octavo_engine_restarts",
             "How often the engine was started again",
             lambda r: r.restarts.count,
         )
-        yield of_server(
+        yield self._of_server(
             "octavo_requests_timed_out", "HTTP requests whose timeout passed", totals.num_timed_out
         )
         yield self._of_server(
-            CounterMetricFamily,
             "octavo_requests_refused",
             "HTTP requests refused before they were queued, by status",
-            dict(totals.refused),
+            totals.refused,
             "status",
         )
-        if self._client.config.parallel.pipeline_parallel_size > 1:
-            yield self._of_engines(
-                CounterMetricFamily,
-                "octavo_pipeline_stage_busy_seconds",
-                "Seconds that a pipeline stage computed",
-                lambda r: {str(i): s for i, s in enumerate(r.stats.stage_busy_seconds)},
-                "stage",
-            )
-            yield counter(
-                "octavo_pipeline_work_seconds",
-                "Seconds in which the pipeline had a plan",
-                lambda r: r.stats.work_seconds,
-            )
         yield from self._speculation(counter)
 
     def _speculation(
-        self, counter: Callable[[str, str, Callable[[Replica], float]], Metric]
-    ) -> Iterator[Metric]:
+        self, counter: Callable[[str, str, Callable[[Replica], float]], Family]
+    ) -> Iterator[Family]:
         for name, what, attribute in (
             ("num_drafts", "Drafts", "num_drafts"),
             ("num_draft_tokens", "Draft tokens", "num_draft_tokens"),
@@ -262,7 +292,7 @@ class Exposition(Collector):
             ("octavo_spec_decode_num_draft_tokens_per_pos", "Draft", "drafted_at"),
         ):
             yield self._of_engines(
-                CounterMetricFamily,
+                "counter",
                 name,
                 f"{what} tokens by their place in the draft",
                 lambda r, a=attribute: {  # type: ignore[misc]
@@ -271,81 +301,62 @@ class Exposition(Collector):
                 "position",
             )
         yield self._of_engines(
-            GaugeMetricFamily,
+            "gauge",
             "octavo_spec_decode_draft_length",
             "Draft tokens that a sequence may bring to a step now, on average",
             lambda r: r.stats.draft_length,
         )
         yield self._of_engines(
-            GaugeMetricFamily,
+            "gauge",
             "octavo_spec_decode_saved_seconds",
             "Seconds that speculation has saved, against steps without that draw as many tokens "
             "(below 0: lost)",
             lambda r: r.stats.saved_seconds,
         )
 
-    def _histograms(self, totals: Totals) -> Iterator[Metric]:
-        for name, help, attribute in (
-            ("vllm:time_to_first_token_seconds", "Arrival to first token", "first_token"),
-            ("vllm:inter_token_latency_seconds", "Between a sequence's tokens", "inter_token"),
-            (
-                "vllm:time_per_output_token_seconds",
-                "The same as inter_token_latency_seconds, under its older name",
-                "inter_token",
-            ),
-            (
-                "vllm:request_time_per_output_token_seconds",
-                "Mean of a sequence: decode time / (tokens - 1)",
-                "per_output_token",
-            ),
-            ("vllm:e2e_request_latency_seconds", "Arrival to last token", "request"),
-            ("vllm:request_queue_time_seconds", "Arrival to first scheduled", "queue"),
-            ("vllm:request_inference_time_seconds", "Scheduled to last token", "inference"),
-            ("vllm:request_prefill_time_seconds", "Scheduled to first token", "prefill"),
-            ("vllm:request_decode_time_seconds", "First to last token", "decode"),
-            ("vllm:request_prompt_tokens", "Prompt tokens", "prompt_tokens"),
-            ("vllm:request_generation_tokens", "Output tokens", "generation_tokens"),
-            (
-                "vllm:request_max_num_generation_tokens",
-                "Output tokens of a request's longest choice",
-                "max_generation_tokens",
-            ),
-            ("vllm:request_params_n", "Choices asked for", "params_n"),
-            ("vllm:request_params_max_tokens", "max_tokens asked for", "params_max_tokens"),
-        ):
-            summed_up = self._summed(attribute, totals)
-            yield self._histogram(name, help, [([self._server_label], summed_up)])
-        steps = [(str(r.index), self._metrics.steps[r.index]) for r in self._client.replicas]
-        yield self._histogram(
-            "vllm:iteration_tokens_total",
-            "Tokens computed by a step",
-            [([engine], of_engine.tokens) for engine, of_engine in steps],
+    def _pipeline(self) -> Iterator[Family]:
+        if self._client.config.parallel.pipeline_parallel_size == 1:
+            return
+        yield self._of_engines(
+            "gauge",
+            "octavo_pipeline_bubble_ratio",
+            "Share of the time with work in which pipeline stages on average computed nothing",
+            lambda r: r.stats.bubble,
         )
-        yield self._histogram(
-            "octavo_step_seconds",
-            "Seconds of a step, and of scheduling in it",
-            [
-                ([engine, part], histogram)
-                for engine, of_engine in steps
-                for part, histogram in of_engine.seconds.items()
-            ],
-            "part",
+        yield self._of_engines(
+            "counter",
+            "octavo_pipeline_stage_busy_seconds",
+            "Seconds that a pipeline stage computed",
+            lambda r: {str(i): s for i, s in enumerate(r.stats.stage_busy_seconds)},
+            "stage",
+        )
+        yield self._of_engines(
+            "counter",
+            "octavo_pipeline_work_seconds",
+            "Seconds in which the pipeline had a plan",
+            lambda r: r.stats.work_seconds,
         )
 
-    def _summed(self, attribute: str, totals: Totals) -> Histogram:
-        summed = Histogram(getattr(self._metrics, attribute).bounds)
-        summed.counts, summed.total = totals.histograms[attribute]
-        return summed
-
-    def _histogram(
-        self, name: str, help: str, parts: list[tuple[list[str], Histogram]], *label: str
-    ) -> Metric:
-        """``parts``: values of the labels engine and ``label``, and the histogram they have."""
-        family = HistogramMetricFamily(name, help, labels=["model_name", "engine", *label])
-        for labels, histogram in parts:
-            labels = [self._model_name, *labels]
-            family.add_metric(labels, histogram.buckets(), histogram.total)
-        return family
+    def _histograms(self, totals: Totals) -> Iterator[Family]:
+        labels = {index: self._labels(index) for index in totals.engines}
+        for name, help, attribute in HISTOGRAMS:
+            family = Family("histogram", name, help)
+            for index, engine in totals.engines.items():
+                summed = Histogram(getattr(self._metrics.of(index), attribute).bounds)
+                summed.counts, summed.total = engine.histograms[attribute]
+                family.add_histogram(labels[index], summed)
+            yield family
+        tokens = Family("histogram", "vllm:iteration_tokens_total", "Tokens computed by a step")
+        seconds = Family(
+            "histogram", "octavo_step_seconds", "Seconds of a step, and of scheduling in it"
+        )
+        for index in totals.engines:
+            steps = self._metrics.steps[index]
+            tokens.add_histogram(labels[index], steps.tokens)
+            for part, histogram in steps.seconds.items():
+                seconds.add_histogram(self._labels(index, part=part), histogram)
+        yield tokens
+        yield seconds
 
 
 def _blocks(replica: Replica) -> dict[str, float]:

@@ -20,6 +20,7 @@ from octavo.engine.messages import (
 from octavo.engine.streams import MoreEvents, RequestStream, StepEvents
 from octavo.server.auth import Receive
 from octavo.server.errors import failure_of
+from octavo.server.measures import EngineMeasures
 from octavo.server.state import ServerState
 from octavo.server.submission import Submission
 from octavo.text.output import ChoiceText
@@ -120,7 +121,8 @@ class Generation:
         self._stream: RequestStream = self._submission.submit(requests)
         if not self._ask.again:
             for request in requests:
-                self._state.metrics.on_admitted(request.params, request.max_tokens)
+                measures = self._submission.measures(request.handle)
+                measures.on_admitted(request.params, request.max_tokens)
         try:
             self._first = await anext(self._stream)
             self._refuse_rejected(self._first)
@@ -264,8 +266,8 @@ class Generation:
             choice.timings.first_scheduled = started.time
             if choice.handle == choice.prompt.handle:
                 choice.prompt.num_cached = started.num_cached_tokens
-                self._state.metrics.num_prompt_tokens += len(choice.prompt.ids)
-                self._state.metrics.num_cached_tokens += started.num_cached_tokens
+                measures = self._measures(choice)
+                measures.on_started(len(choice.prompt.ids), started.num_cached_tokens)
         for rows in more.prompt_logprobs:
             self._keep_prompt_logprobs(rows)
         finished = {end.handle: end for end in more.finished}
@@ -306,8 +308,9 @@ class Generation:
     ) -> Piece:
         """Adds tokens to a choice, and ends it: by the engine, or by a stop string in its text."""
         is_first = choice.timings.first_token < 0
+        measures = self._measures(choice)
         if ids:
-            self._time(choice, len(ids), now)
+            _time(choice.timings, measures, len(ids), now)
         if self._ask.drop_output:
             ids, rows = [], []
         num_before = len(choice.text.token_ids)
@@ -326,19 +329,10 @@ class Generation:
                 choice.timings = end.timings
             choice.num_drafts, choice.num_accepted_drafts = end.num_drafts, end.num_accepted_drafts
             self._finish(choice, end.reason.value, end.stop_reason)
-        self._state.metrics.num_generated_tokens += len(ids)
+        measures.num_generated_tokens += len(ids)
         if choice.finish_reason in ("stop", "length"):
             self._record(choice)
         return Piece(choice, text, ids, rows, is_first, choice.finish_reason is not None)
-
-    def _time(self, choice: Choice, num_tokens: int, now: float) -> None:
-        times, metrics = choice.timings, self._state.metrics
-        if times.first_token < 0:
-            times.first_token = now
-            metrics.first_token.observe(now - times.arrival)
-        else:
-            metrics.inter_token.observe((now - times.last_token) / num_tokens, num_tokens)
-        times.last_token = now
 
     def _finish(self, choice: Choice, reason: str, stop_reason: int | str | None) -> None:
         choice.finish_reason, choice.stop_reason = reason, stop_reason
@@ -347,9 +341,13 @@ class Generation:
 
     def _record(self, choice: Choice) -> None:
         siblings = [len(c.token_ids) for c in self.choices if c.prompt is choice.prompt]
-        self._state.metrics.on_finished(
+        self._measures(choice).on_finished(
             choice.timings, len(choice.prompt.ids), len(choice.token_ids), max(siblings)
         )
+
+    def _measures(self, choice: Choice) -> EngineMeasures:
+        """Of the engine that has the choice."""
+        return self._submission.measures(choice.handle)
 
     def _keep_prompt_logprobs(self, rows: PromptLogprobRows) -> None:
         choice = self.choices[rows.handle - self._first_handle]
@@ -363,3 +361,13 @@ class Generation:
 
 def _span(begin: float, end: float) -> float | None:
     return round(end - begin, 6) if end >= 0 else None
+
+
+def _time(times: RequestTimings, measures: EngineMeasures, num_tokens: int, now: float) -> None:
+    """A choice has got so many tokens more."""
+    if times.first_token < 0:
+        times.first_token = now
+        measures.first_token.observe(now - times.arrival)
+    else:
+        measures.inter_token.observe((now - times.last_token) / num_tokens, num_tokens)
+    times.last_token = now

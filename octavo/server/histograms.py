@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 
 from octavo.engine.messages import EngineStats
 
@@ -32,10 +33,11 @@ def token_buckets(limit: int) -> tuple[int, ...]:
 class Histogram:
     """Counts per bucket (upper bounds, inclusive) and the sum."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bound_texts", "bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
+        self.bound_texts = _bound_texts(tuple(bounds))
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -43,14 +45,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
-        names = [str(float(bound)) for bound in self.bounds] + ["+Inf"]
-        running, result = 0, []
-        for name, count in zip(names, self.counts):
-            running += count
-            result.append((name, float(running)))
-        return result
+
+@lru_cache(64)
+def _bound_texts(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """The label ``le`` of each bucket."""
+    return (*(f'"{float(bound)}"' for bound in bounds), '"+Inf"')
 
 
 class StepHistograms:

@@ -28,6 +28,8 @@ class HTTPServer(uvicorn.Server):
                 http=batched_protocol(),
                 ws="none",
                 lifespan="off",
+                # With JSON the lines go to octavo's own handler (logs.logging_to_stderr).
+                log_config=None if server.log_format == "json" else uvicorn.config.LOGGING_CONFIG,
                 log_level=server.uvicorn_log_level,
                 access_log=not server.disable_uvicorn_access_log,
                 ssl_keyfile=server.ssl_keyfile,

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -35,7 +35,9 @@ from octavo.engine.messages import EngineInfo, EngineStats, Progress
 from octavo.engine.placement import local_replicas
 from octavo.engine.ray_backend import RayBackend, check_installed, new_secret
 from octavo.engine.replicas import Replicas
+from octavo.logs import logging_to_stderr
 from octavo.server.group import Board, Group, MemberSettings
+from octavo.server.loading import Loading
 from octavo.types import ConfigError, EngineDead
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class StartLog(Protocol):
     """Who shows the start to the user (cli.startup)."""
 
     def progress(self, phase: str, fraction: float, num_bytes: int = 0, /) -> None: ...
+
+    def enter(self, part: str) -> None: ...
 
     def ready(self, info: EngineInfo, address: str) -> None: ...
 
@@ -77,7 +81,7 @@ def serve(
     listener, address = bind(server)
     try:
         running = Server(config, server, files, log, listener, address, engine_command)
-        with logging_to_stderr(server.uvicorn_log_level):
+        with logging_to_stderr(server.uvicorn_log_level, server.log_format):
             code = uvloop.run(running.run())
         running.leave(code)
         return code
@@ -164,6 +168,7 @@ class Server:
             assert self._door is not None
             specs += self._door.specs()
         self._client = Replicas(specs, self._show_progress, self._seat)
+        self._loading = Loading()
         self._group: Group | None = None
         self._signals = 0
         self._stop = asyncio.Event()
@@ -191,6 +196,7 @@ class Server:
         try:
             if self._door is not None:
                 self._door.start()
+            self._log.enter("engine")
             await self._client.start()
             if self._seat.count > 1 and self._seat.index == 0:
                 self._group = self._make_group()
@@ -203,6 +209,7 @@ class Server:
             if not self._config.model.skip_tokenizer_init:
                 await asyncio.to_thread(self._load_text)
             ended = await self._until(self._client.ready())
+            self._log.enter("opening the doors")
             if ended or (self._group is not None and await self._until(self._group.ready())):
                 return 0
             if self._listener is None:  # a further process takes no connection before it can serve
@@ -263,7 +270,7 @@ class Server:
         from octavo.server.http import HTTPServer
         from octavo.server.state import ServerState
 
-        self._state = ServerState(self._config, self._server, self._client)
+        self._state = ServerState(self._config, self._server, self._client, self._loading)
         self._workers = self._state.workers
         self._http = HTTPServer(create_app(self._state), self._server)
 
@@ -284,6 +291,7 @@ class Server:
         self._state.tokenizer, self._state.template = tokenizer, template
 
     def _show_progress(self, progress: Progress) -> None:
+        self._loading.take(progress)
         self._log.progress(progress.phase, progress.fraction, progress.num_bytes)
 
     def _announce(self) -> None:
@@ -396,6 +404,7 @@ class Server:
                 stats.num_preemptions,
                 speculation_line(stats),
                 f", {client.num_serving} of {count} replicas serve" if count > 1 else "",
+                extra={"fields": {"event": "stats"}},  # of JSON lines, to find them by
             )
             before = now
 
@@ -409,16 +418,3 @@ def speculation_line(stats: EngineStats) -> str:
         f"{stats.num_accepted_drafts / stats.num_draft_tokens:.1%} right, "
         f"{stats.saved_seconds:.1f} s saved"
     )
-
-
-@contextlib.contextmanager
-def logging_to_stderr(level: str) -> Iterator[None]:
-    """octavo's log lines on stderr for a process that has not set logging up."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S"))
-    logger.addHandler(handler)
-    logger.setLevel(level.upper() if level != "trace" else "DEBUG")
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)

@@ -16,15 +16,19 @@ import uvloop
 from octavo.checkpoint.locate import ModelFiles
 from octavo.engine.client import Seat
 from octavo.engine.messages import EngineInfo
+from octavo.logs import logging_to_stderr
 from octavo.parent import die_with_parent
 from octavo.server.group import READY, MemberSettings
-from octavo.server.lifecycle import Server, logging_to_stderr
+from octavo.server.lifecycle import Server
 
 
 class _TellsParent:
     """The first process has shown the start to the user already."""
 
     def progress(self, phase: str, fraction: float, num_bytes: int = 0, /) -> None:
+        pass
+
+    def enter(self, part: str) -> None:
         pass
 
     def ready(self, info: EngineInfo, address: str) -> None:
@@ -39,7 +43,7 @@ def main() -> int:
     server = settings.server
     seat = Seat(settings.index, server.api_server_count, Path(settings.directory))
     running = Server(settings.config, server, files, _TellsParent(), None, "", None, seat)
-    with logging_to_stderr(server.uvicorn_log_level):
+    with logging_to_stderr(server.uvicorn_log_level, server.log_format):
         code = uvloop.run(running.run())
     running.leave(code)
     return code

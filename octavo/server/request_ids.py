@@ -6,6 +6,7 @@ import uuid
 from collections.abc import MutableMapping
 from typing import Any
 
+from octavo import logs
 from octavo.server.auth import App, Receive, Scope, Send
 
 
@@ -26,6 +27,7 @@ class RequestIds:
         request_id = sent.decode("latin-1") or uuid.uuid4().hex
         scope["octavo.request_id"] = request_id
         scope["octavo.send"] = send
+        logs.request_id.set(request_id)  # of all records of this request's task
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":

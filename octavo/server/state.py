@@ -20,6 +20,7 @@ from octavo.server.errors import NotFound
 from octavo.server.exposition import kv_cache_usage
 from octavo.server.grammars import GrammarChecker
 from octavo.server.keys import Keys
+from octavo.server.loading import Loading
 from octavo.server.metrics import Metrics
 from octavo.server.tools.setup import Parsing
 from octavo.server.workers import Workers
@@ -39,7 +40,14 @@ class ServerState:
     may stay None (--skip-tokenizer-init; a model without a chat template). Raises ConfigError for
     an --api-key-file that cannot be used."""
 
-    def __init__(self, config: EngineConfig, server: ServerConfig, client: Replicas) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        client: Replicas,
+        loading: Loading | None = None,
+    ) -> None:
+        """``loading``: how far the start has come, for those who ask meanwhile."""
         self.config = config
         self.keys = Keys(server.api_key, server.api_key_file)
         self.server = replace(server, api_key=["***"] * len(server.api_key))
@@ -58,6 +66,7 @@ class ServerState:
             bool(settings.get("disable_any_whitespace", False)),
         )
         self.byte_table: list[bytes] = []  # of the tokenizer's ids
+        self.loading = loading or Loading()
         self.loaded = False  # engine and text side are both there
         self.created = int(time.time())
         self.num_in_flight = 0  # HTTP requests being generated for
@@ -80,9 +89,15 @@ class ServerState:
         """Raises EngineDead while loading, draining, stalled or dead."""
         if self.client.draining:
             raise EngineDead("the server is shutting down")
-        problem = self.client.problem()
-        if problem or not self.loaded:
-            raise EngineDead(problem or "the model is still loading")
+        if self.loads:
+            raise EngineDead(f"the model is still loading: {self.loading}")
+        if problem := self.client.problem():
+            raise EngineDead(problem)
+
+    @property
+    def loads(self) -> bool:
+        """The start is under way."""
+        return not self.loaded and self.client.alive and not self.client.draining
 
     def load(self) -> dict[str, object]:
         """How much there is to do, for load balancers: HTTP requests being generated for (vLLM's

@@ -10,6 +10,7 @@ from octavo.engine.messages import AddRequest
 from octavo.engine.streams import RequestStream, StepEvents
 from octavo.server.auth import Receive
 from octavo.server.errors import ClientGone, TimedOut, failure_of
+from octavo.server.measures import EngineMeasures
 from octavo.server.state import ServerState
 from octavo.types import FinishReason, InvalidRequest
 
@@ -68,6 +69,11 @@ class Submission:
                     if end.reason == FinishReason.ERROR:
                         raise failure_of(end)
             yield events
+
+    def measures(self, handle: int) -> EngineMeasures:
+        """Where that is measured which becomes of a handle submitted last."""
+        assert self._stream is not None
+        return self._state.metrics.of(self._stream.engine_of[handle])
 
     def close(self) -> None:
         """Aborts what has not ended. Idempotent."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from octavo.engine.messages import DROPPED
 from octavo.types import FinishReason
 
 Counts = tuple[list[int], float]  # of a histogram's buckets, and the sum of its values
@@ -20,19 +21,41 @@ class EngineTotals(msgspec.Struct):
     num_waiting_tokens: int = 0
     num_admitted: int = 0
     ended: dict[str, int] = {}  # by reason
+    queue_tokens: dict[str, int] = {}  # of prompts: engine.accounts
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    histograms: dict[str, Counts] = {}
 
     def after_death(self) -> EngineTotals:
         """What was open in a process that died counts as aborted."""
         aborted = FinishReason.ABORT.value
         num_open = self.num_running + self.num_waiting
         ended = {**self.ended, aborted: self.ended.get(aborted, 0) + num_open}
-        return EngineTotals(num_admitted=self.num_admitted, ended=ended)
+        dropped = self.queue_tokens.get(DROPPED, 0) + self.num_waiting_tokens
+        return msgspec.structs.replace(
+            self,
+            **dict.fromkeys(("num_running", "num_waiting", "num_waiting_tokens"), 0),
+            ended=ended,
+            queue_tokens={**self.queue_tokens, DROPPED: dropped},
+        )
 
     def add(self, more: EngineTotals) -> None:
-        for name in ("num_running", "num_waiting", "num_waiting_tokens", "num_admitted"):
-            setattr(self, name, getattr(self, name) + getattr(more, name))
-        for reason, count in more.ended.items():
-            self.ended[reason] = self.ended.get(reason, 0) + count
+        for name in EngineTotals.__struct_fields__:
+            ours, theirs = getattr(self, name), getattr(more, name)
+            if isinstance(ours, int):
+                setattr(self, name, ours + theirs)
+        for counts, more_counts in (
+            (self.ended, more.ended),
+            (self.queue_tokens, more.queue_tokens),
+        ):
+            for key, count in more_counts.items():
+                counts[key] = counts.get(key, 0) + count
+        for name, (buckets, value) in more.histograms.items():
+            known, sum_so_far = self.histograms.get(name, ([0] * len(buckets), 0.0))
+            if len(known) == len(buckets):
+                both = [a + b for a, b in zip(known, buckets)]
+                self.histograms[name] = (both, sum_so_far + value)
 
 
 class Totals(msgspec.Struct):
@@ -41,11 +64,7 @@ class Totals(msgspec.Struct):
     engines: dict[int, EngineTotals] = {}  # by replica
     num_in_flight: int = 0  # HTTP requests
     num_timed_out: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
     refused: dict[str, int] = {}  # by HTTP status
-    histograms: dict[str, Counts] = {}
 
     @property
     def num_running(self) -> int:
@@ -55,6 +74,14 @@ class Totals(msgspec.Struct):
     @property
     def num_waiting(self) -> int:
         return sum(engine.num_waiting for engine in self.engines.values())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(engine.num_prompt_tokens for engine in self.engines.values())
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(engine.num_generated_tokens for engine in self.engines.values())
 
     def after_death(self) -> Totals:
         """The last counts of a process that died."""
@@ -73,9 +100,4 @@ def summed(parts: Iterable[Totals]) -> Totals:
             total.engines.setdefault(index, EngineTotals()).add(engine)
         for key, count in part.refused.items():
             total.refused[key] = total.refused.get(key, 0) + count
-        for name, (buckets, value) in part.histograms.items():
-            known, sum_so_far = total.histograms.get(name, ([0] * len(buckets), 0.0))
-            if len(known) == len(buckets):
-                both = [a + b for a, b in zip(known, buckets)]
-                total.histograms[name] = (both, sum_so_far + value)
     return total

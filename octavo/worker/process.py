@@ -9,6 +9,7 @@ the others.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
 import os
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
+from octavo import logs
 from octavo.config import EngineConfig, cluster_secret, prepare_torch
 from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
@@ -382,9 +384,10 @@ class Worker:
 def main() -> int:
     endpoint, rank, local, parent = sys.argv[1:5]
     die_with_parent(int(parent))
+    faulthandler.register(signal.SIGUSR1)  # the engine asks where a step hangs (engine.watchdog)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
-    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s worker {rank}: %(message)s")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    logs.configure_process(config.log_format, f"worker {rank}", sys.stderr)
     worker = Worker(config, endpoint, int(rank), int(local))
     code = 0
     try:

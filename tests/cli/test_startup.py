@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.console import CountLine, PhaseLine, process_age, size, table
-from octavo.cli.startup import StartupLog, curl, waterfall
+from octavo.cli.console import CountLine, PhaseLine, size, table
+from octavo.cli.startup import StartupLog, curl, startup_phases, waterfall
 from octavo.engine.messages import EngineInfo
+from octavo.machine import process_age
 
 INFO: dict[str, Any] = {
     "model": "m",
@@ -44,7 +45,13 @@ class Terminal(io.StringIO):
 
 
 def test_the_waterfall_adds_up_and_steps_to_the_right() -> None:
-    lines = waterfall({"load": 2.0, "warm-up": 1.0}, 4.0)
+    parts = {"interpreter and imports": 0.5, "engine": 3.4, "opening the doors": 0.25}
+    phases = startup_phases(parts, {"load": 2.0, "warm-up": 1.0}, 4.0)
+    assert phases == {
+        "interpreter and imports": 0.5, "load": 2.0, "warm-up": 1.0, "opening the doors": 0.25,
+        "other": 0.25,
+    }  # fmt: skip
+    lines = waterfall({"imports": 1.0, "load": 2.0, "warm-up": 1.0}, 4.0)
     assert [line.split(" s  ")[0].split()[-1] for line in lines] == ["1.00", "2.00", "1.00"]
     starts = [line.index("█") for line in lines]
     assert starts == sorted(starts) and len(set(starts)) == 3

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.engine.accounts import Accounts, Origin
-from octavo.engine.messages import REJECTED, AddRequest, pack_ids
+from octavo.engine.messages import ADMITTED, DROPPED, REJECTED, STARTED, AddRequest, pack_ids
 from octavo.engine.streams import RequestStream
 from octavo.types import FinishReason, SamplingParams
 
@@ -33,11 +33,13 @@ def test_every_sequence_is_counted_once_whatever_becomes_of_it(loop):
     random.seed(3)
     accounts = Accounts(SchedulerConfig(), num_clients=1)
     accounts.begin(max_num_seqs=8)
+    num_requests = 0
     handle, reasons = 1, [*(reason.value for reason in FinishReason), REJECTED]
     for _ in range(500):
         if random.random() < 0.4:
             n = random.randint(1, 4)
             entered(accounts, loop, handle, n)
+            num_requests += 1
             handle += n
         elif accounts.entries:
             chosen = random.choice([*accounts.entries])
@@ -51,6 +53,11 @@ def test_every_sequence_is_counted_once_whatever_becomes_of_it(loop):
         queued = {entry for entry in accounts.entries.values() if entry.queued}
         assert accounts.gate.num_requests == len(queued)
         assert accounts.num_waiting_tokens == 3 * len(queued)
+        tokens = accounts.queue_tokens
+        assert tokens[ADMITTED] == 3 * num_requests
+        left = tokens[STARTED] + tokens[DROPPED]
+        assert tokens[ADMITTED] == left + accounts.num_waiting_tokens
+    assert tokens[STARTED] and tokens[DROPPED]
 
 
 def test_a_stream_ends_with_its_last_sequence(loop):

@@ -2,7 +2,8 @@
 
 Run as ``python mock_engine.py OPTIONS_JSON INBOX OUTBOX PARENT``. A prompt that contains
 ``say:TEXT`` (bytes are ids) is answered with TEXT and the end token, ``tenant?`` with the request's
-tenant and weight; any other with the alphabet, endlessly. A prompt's vector is (number of ids,
+tenant and weight; one with ``refuse?`` is rejected, one with ``fail?`` fails after two tokens; any
+other is answered with the alphabet, endlessly. A prompt's vector is (number of ids,
 first, last, 1). Options: see ``Options``.
 """
 
@@ -32,6 +33,7 @@ from octavo.engine.seats import Seats
 from octavo.types import FinishReason, RequestTimings
 
 BOS, EOS, VOCAB = 256, 257, 260
+REFUSED = b"refuse?"
 FIRST_MARK = 258  # the first of the further control tokens that a server may have
 
 
@@ -64,6 +66,7 @@ class Row:
     endless: bool
     timings: RequestTimings
     drawn: int = 0
+    fails: bool = False
 
 
 class MockEngine:
@@ -156,6 +159,9 @@ class MockEngine:
                 outputs.rejected.append(m.Rejected(request.handle, self.options.reject, "prompt"))
                 continue
             ids = m.unpack_ids(request.prompt_ids).tolist()
+            if REFUSED in bytes(i for i in ids if i < 256):
+                outputs.rejected.append(m.Rejected(request.handle, "refused", "prompt"))
+                continue
             self.stats.prompt_tokens += len(ids)
             self.stats.prompt_tokens_cached += self.known(ids)
             if request.pooling is not None:
@@ -180,7 +186,8 @@ class MockEngine:
             for i in range(request.params.n):
                 outputs.started.append(m.Started(request.handle + i, now, 4))
                 timings = RequestTimings(request.arrival, now)
-                self.running[request.handle + i] = Row(request, i, script, endless, timings)
+                row = Row(request, i, script, endless, timings, fails=b"fail?" in text)
+                self.running[request.handle + i] = row
 
     def known(self, ids: list[int]) -> int:
         """How many ids of a prompt the statistics count as cached: those that begin an earlier
@@ -228,7 +235,7 @@ class MockEngine:
             end = (FinishReason.STOP, token)
         elif row.drawn >= row.request.max_tokens:
             end = (FinishReason.LENGTH, None)
-        elif self.options.step_error and row.drawn == 2:
+        elif (self.options.step_error or row.fails) and row.drawn == 2:
             end = (FinishReason.ERROR, None)
         else:
             end = None

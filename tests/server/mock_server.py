@@ -184,6 +184,9 @@ class _SilentLog:
     def progress(self, phase: str, fraction: float, num_bytes: int = 0) -> None:
         print("progress", phase, fraction, flush=True)
 
+    def enter(self, part: str) -> None:
+        pass
+
     def ready(self, info: object, address: str) -> None:
         print("ready", address, flush=True)
 

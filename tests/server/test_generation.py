@@ -32,7 +32,7 @@ def test_a_token_that_was_under_way_when_a_stop_string_was_met_changes_nothing()
 
     async def main() -> list[list[str]]:
         ignored = SimpleNamespace(observe=lambda *values: None)
-        metrics = SimpleNamespace(
+        measures = SimpleNamespace(
             first_token=ignored,
             inter_token=ignored,
             num_generated_tokens=0,
@@ -40,7 +40,8 @@ def test_a_token_that_was_under_way_when_a_stop_string_was_met_changes_nothing()
         )
         client = SimpleNamespace(abort=lambda handles, reason: stopped.extend(handles))
         generation = Generation.__new__(Generation)
-        generation._state = SimpleNamespace(client=client, metrics=metrics)
+        generation._state = SimpleNamespace(client=client)
+        generation._submission = SimpleNamespace(measures=lambda handle: measures)
         generation._ask = Ask("r", [[1]], [None], SamplingParams(stop=["b"]), 0.0)
         generation._stream = stream = RequestStream(asyncio.get_running_loop(), [0])
         generation._first_handle = 0

@@ -247,13 +247,17 @@ def test_a_port_that_another_server_shares_is_taken():
 
 def test_sums_of_totals():
     engine = EngineTotals(num_running=2, num_waiting=1, num_admitted=5,
-                          ended={"stop": 2, "abort": 0})  # fmt: skip
-    one = Totals(engines={0: engine}, histograms={"queue": ([1, 0], 0.5)})
+                          num_waiting_tokens=7, queue_tokens={"admitted": 9, "started": 2},
+                          ended={"stop": 2, "abort": 0},
+                          histograms={"queue": ([1, 0], 0.5)})  # fmt: skip
+    one = Totals(engines={0: engine})
     both = summed([one, one.after_death()])
     assert (both.num_running, both.num_waiting, both.engines[0].num_admitted) == (2, 1, 10)
     assert both.engines[0].ended == {"stop": 4, "abort": 3}
-    assert both.histograms == {"queue": ([2, 0], 1.0)}
-    assert json.loads(json.dumps(one.histograms)) == {"queue": [[1, 0], 0.5]}, "not changed"
+    assert both.engines[0].queue_tokens == {"admitted": 18, "started": 4, "dropped": 7}
+    assert both.engines[0].num_waiting_tokens == 7
+    assert both.engines[0].histograms == {"queue": ([2, 0], 1.0)}
+    assert json.loads(json.dumps(engine.histograms)) == {"queue": [[1, 0], 0.5]}, "not changed"
     assert engine.ended == {"stop": 2, "abort": 0}, "not changed"
 
 

@@ -86,7 +86,7 @@ def test_a_new_route_without_a_scope_is_refused_when_the_server_starts(monkeypat
     def with_one_more(api, state):
         api.get("/brand/new")(lambda: Response())
 
-    monkeypatch.setattr(module, "_add_health_routes", with_one_more)
+    monkeypatch.setattr(module, "add_health_routes", with_one_more)
     state = module.ServerState(EngineConfig(), ServerConfig(), _Client())
     with pytest.raises(RuntimeError, match="/brand/new"):
         create_app(state)

@@ -77,7 +77,11 @@ def test_loading_server_answers_503_and_is_live():
         assert health(server, "/health/ready") == 503
         answer = server.post("/v1/completions", prompt="x")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
-        assert "loading" in answer.json()["error"]["message"]
+        assert "still loading: weights 50%" in answer.json()["error"]["message"]
+        told = server.client.get("/health").json()
+        assert told["error"]["code"] == "engine_unavailable"
+        assert (told["loading"]["phase"], told["loading"]["fraction"]) == ("weights", 0.5)
+        assert told["loading"]["seconds"] >= 0
         assert health(server, "/v1/models") == 503
         assert health(server, "/metrics") == 200
         server.wait_ready()
@@ -344,6 +348,16 @@ def test_engine_dies_with_a_killed_server_and_a_socket_file_is_reusable(tmp_path
         assert not os.path.exists(path)
 
 
+def test_a_deep_probe_draws_a_token_and_is_shared(server):
+    before = server.metric("octavo_requests_admitted_total")
+    answer = server.client.get("/health?deep=1")
+    assert answer.status_code == 200 and 0 < answer.json()["seconds"]["0"] < PATIENCE
+    assert server.metric("octavo_requests_admitted_total") == before + 1
+    assert server.client.get("/health?deep=0").content == b""
+    assert server.client.get("/health/ready?deep=1").status_code == 200
+    server.wait_idle()
+
+
 def test_facts(server):
     assert server.client.get("/version").json()["version"]
     card = server.client.get("/v1/models").json()["data"]
@@ -365,7 +379,10 @@ def test_facts(server):
 
 
 def test_request_ids_on_every_response():
-    with mock_server.start(server={"enable_request_id_headers": True}) as server:
+    """And, with JSON logs, in the lines of its request."""
+    settings = {"enable_request_id_headers": True, "log_format": "json"}
+    settings["enable_log_requests"] = True
+    with mock_server.start(server=settings) as server:
         assert len(server.client.get("/version").headers["x-request-id"]) == 32
         for stream in (False, True):
             answer = server.client.post(
@@ -375,3 +392,15 @@ def test_request_ids_on_every_response():
             )
             assert answer.headers["x-request-id"] == "mine"
             assert "cmpl-mine" in answer.text
+        assert server.client.get("/nowhere").status_code == 404
+
+        def found():
+            lines = [json.loads(s) for s in server.log.splitlines() if s.startswith("{")]
+            return lines if any(line.get("status") == 404 for line in lines) else None
+
+        lines = until(found)
+        assert all(line["time"].endswith("Z") and line["process"] == "server" for line in lines)
+        access = [line for line in lines if line.get("path") == "/v1/completions"]
+        assert [(line["request_id"], line["status"]) for line in access] == [("mine", 200)] * 2
+        asked = [line for line in lines if line["message"].startswith("cmpl-mine: ")]
+        assert [line["request_id"] for line in asked] == ["mine"] * 2

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from octavo.config import EngineConfig
+from octavo.engine.accounts import no_tokens
 from octavo.engine.messages import REJECTED, RETRIED, EngineStats
 from octavo.flags import from_flags
 from octavo.server.metrics import Metrics
@@ -21,8 +22,11 @@ def samples(num_stages: int, kind: str, *stats: EngineStats) -> dict[str, float]
             serves=True,
             info=None,
             restarts=SimpleNamespace(count=0),
-            client=SimpleNamespace(num_running=0, num_waiting=0, num_waiting_tokens=0),
+            client=SimpleNamespace(
+                num_running=0, num_waiting=0, num_waiting_tokens=0, step_age=0.0
+            ),
             num_admitted=0,
+            queue_tokens=no_tokens(),
             ended=dict.fromkeys([*(reason.value for reason in FinishReason), REJECTED, RETRIED], 0),
         )
         for index, found in enumerate(stats)

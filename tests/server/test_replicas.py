@@ -109,9 +109,14 @@ def test_both_serve_and_each_has_its_own_figures(pair):
         assert of_engine(found, "octavo_kv_blocks", engine) == SLOW["num_blocks"]
         assert of_engine(found, "octavo_engine_up", engine) == 1
         assert of_engine(found, "vllm:cache_config_info", engine) == 1
-    admitted = sum(of_engine(found, "octavo_requests_admitted_total", e) for e in "01")
-    assert admitted == of_engine(found, "vllm:e2e_request_latency_seconds_count", "all") == 16
-    assert of_engine(found, "vllm:generation_tokens_total", "all") == 160
+    for name, total in (
+        ("octavo_requests_admitted_total", 16),
+        ("vllm:e2e_request_latency_seconds_count", 16),
+        ("vllm:request_params_n_count", 8),
+        ("vllm:generation_tokens_total", 160),
+    ):
+        parts = [of_engine(found, name, engine) for engine in "01"]
+        assert sum(parts) == total and all(parts), name
     check_conservation(pair)
     info = pair.client.get("/server_info").json()
     assert [replica["index"] for replica in info["replicas"]] == [0, 1]
