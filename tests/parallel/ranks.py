@@ -42,6 +42,8 @@ class Meeting:
 class ThreadComm:
     """``parallel.Comm`` of threads."""
 
+    recordable = False
+
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting
         self.rank = rank
