@@ -3,14 +3,17 @@
     python -m benchmarks.parallel [--model PATH] [--repetitions 2]
 
 The same requests through ``octavo serve`` with one process, tensor parallelism, a pipeline, and
-replicas, the same cores for each: one stream, sixteen, and long prompts. On a CPU the ranks meet
-through gloo, by loopback. Writes benchmarks/results/parallel.json.
+replicas, the same cores for each: one stream, sixteen, and long prompts. Every repetition starts
+all of them in turn. Then all-reduces of two processes by shared memory and by gloo. Writes
+benchmarks/results/parallel.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import re
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +32,7 @@ WAYS = {
     "replicas 2": ["-dp", "2"],
 }
 SELF_TEST = re.compile(r"all-reduce of 8 KiB (\d+) us, of 16 MiB ([\d.]+) GB/s")
+ROUNDS = 10
 VOCABULARY = 49_000  # ids below this are ordinary in SmolLM2's
 
 
@@ -55,25 +59,22 @@ ROWS = (
 )
 
 
-def measured(server: Server, rows: tuple[Row, ...], repetitions: int) -> dict[str, Any]:
-    """Best of the repetitions, tokens per second: of prompts where a row is of prompts alone."""
+def measured(server: Server, repetition: int) -> dict[str, float]:
+    """Of each row tokens per second: of prompts where a row is of prompts alone."""
     found = {}
-    for row in rows:
-        rates = []
-        for repetition in range(repetitions):
-            told = bench(server.url, row.work(repetition), row.streams)
-            assert told["failed"] == 0
-            total = row.count * (row.output if row.output > 1 else row.prompt)
-            rates.append(total / told["duration"])
-        found[row.name] = {"tokens_per_second": max(rates), "all": rates}
+    for row in ROWS:
+        told = bench(server.url, row.work(repetition), row.streams)
+        assert told["failed"] == 0
+        total = row.count * (row.output if row.output > 1 else row.prompt)
+        found[row.name] = total / told["duration"]
     return found
 
 
-def figures_of(flags: list[str], model: str, repetitions: int) -> dict[str, Any]:
+def figures_of(flags: list[str], model: str, repetition: int) -> dict[str, Any]:
     server = launch(model, *flags, "--max-model-len", "2048", "--disable-uvicorn-access-log")
     try:
         server.wait_ready(180.0)
-        found: dict[str, Any] = {"rows": measured(server, ROWS, repetitions)}
+        found: dict[str, Any] = {"rows": measured(server, repetition)}
         if links := SELF_TEST.findall(server.log):
             small, large = links[0]
             found["all_reduce"] = {"8 KiB, us": float(small), "16 MiB, GB/s": float(large)}
@@ -86,21 +87,81 @@ def figures_of(flags: list[str], model: str, repetitions: int) -> dict[str, Any]
     return found
 
 
+def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a way's runs the best of each row; the rest as the last one told it."""
+    rows = {}
+    for row in ROWS:
+        rates = [run["rows"][row.name] for run in runs]
+        rows[row.name] = {"tokens_per_second": max(rates), "all": rates}
+    return {**runs[-1], "rows": rows}
+
+
+def rank_of_two(rank: int, ports: Any, told: Any) -> None:
+    """Times all-reduces by memory and by gloo in turns; rank 0 tells them, in seconds."""
+    import torch
+
+    from octavo import parallel
+
+    torch.set_num_threads(1)
+    store = parallel.open_store("127.0.0.1") if rank == 0 else None
+    if store is not None:
+        ports.put(store.port)
+    port = 0 if store is not None else ports.get()
+    place = parallel.Place(rank, 2, local=rank, num_local=2)
+    world = parallel.meet(place, "127.0.0.1", port, torch.device("cpu"), store)
+    shared = world.tensor
+    assert shared.transport == "shared memory", shared.transport
+    ways = {"shared memory": shared, "gloo": parallel.Comm(shared._group, shared.ranks)}
+    found: dict[str, dict[str, list[float]]] = {way: {"small": [], "large": []} for way in ways}
+    for _ in range(ROUNDS):
+        for way, comm in ways.items():
+            for name, size in (("small", 2 << 10), ("large", 4 << 20)):
+                found[way][name].append(parallel.timed(comm, torch.zeros(size), 0.1))
+    if rank == 0:
+        told.put(found)
+    parallel.part()
+
+
+def all_reduces() -> dict[str, dict[str, Any]]:
+    """Of two processes: medians, and the best of the rounds."""
+    context = multiprocessing.get_context("spawn")
+    ports, told = context.Queue(), context.Queue()
+    ranks = [context.Process(target=rank_of_two, args=(rank, ports, told)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    times = told.get(timeout=120)
+    for process in ranks:
+        process.join(60)
+    return {
+        way: {
+            "8 KiB, us": 1e6 * statistics.median(found["small"]),
+            "8 KiB, us, best": 1e6 * min(found["small"]),
+            "16 MiB, GB/s": (16 << 20) / 1e9 / statistics.median(found["large"]),
+            "16 MiB, GB/s, best": (16 << 20) / 1e9 / min(found["large"]),
+        }
+        for way, found in times.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=None, help="default: SmolLM2-135M in BF16")
     parser.add_argument("--repetitions", type=int, default=2)
     options = parser.parse_args()
     model = options.model or str(models.path("G-bf16"))
-    ways = {}
-    for name, flags in WAYS.items():
-        ways[name] = figures_of(flags, model, options.repetitions)
-        for row, figures in ways[name]["rows"].items():
+    links = all_reduces()
+    print(links)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+    for repetition in range(options.repetitions):
+        for name, flags in WAYS.items():
+            runs[name].append(figures_of(flags, model, repetition))
+    ways = {name: best(found) for name, found in runs.items()}
+    for name, way in ways.items():
+        for row, figures in way["rows"].items():
             share = figures["tokens_per_second"] / ways["one"]["rows"][row]["tokens_per_second"]
             print(f"{name:18} {row:28} {figures['tokens_per_second']:8.1f} tok/s  {share:.2f} x")
-    print(
-        f"saved {save('parallel', {'model': options.model or 'SmolLM2-135M BF16', 'ways': ways})}"
-    )
+    told = {"model": options.model or "SmolLM2-135M BF16", "all_reduce": links, "ways": ways}
+    print(f"saved {save('parallel', told)}")
 
 
 if __name__ == "__main__":

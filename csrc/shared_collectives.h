@@ -24,9 +24,9 @@ namespace octavo {
 namespace {  // see numbers.h
 
 constexpr int64_t kNanos = 1000000000;
-constexpr int64_t kYieldFor = 100000;        // ns that the core is offered to others in between
-constexpr int64_t kSleepFor = 20000000;      // ns of sleep between two looks at a process
-constexpr int kLooks = 16;                   // at a counter between two looks at the clock
+constexpr int64_t kYieldFor = 100000;     // ns that the core is offered to others in between
+constexpr int64_t kSleepFor = 100000000;  // ns of sleep between two looks at a process
+constexpr int kLooks = 16;                // at a counter between two looks at the clock
 
 // Of one rank, in the shared memory, on a cache line of its own.
 struct alignas(64) Counter {

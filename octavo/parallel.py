@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ class Exchanges:
     """How many exchanges with other ranks this process has begun."""
 
     count = 0  # through torch.distributed
-    shared: list[collectives.SharedGroup] = []
+    shared: ClassVar[list[collectives.SharedGroup]] = []
 
     @classmethod
     def begun(cls) -> int:
@@ -330,13 +330,14 @@ def measure(world: World, device: torch.device, budget: float = 1.0) -> Link:
             raise RuntimeError(
                 f"an all-reduce of {group.size} ranks gave {check[0]:g}, not {wanted:g}"
             )
-    small = _timed(comm, torch.zeros(2 << 10, device=device), budget / 4)
+    small = timed(comm, torch.zeros(2 << 10, device=device), budget / 4)
     large = torch.zeros(4 << 20, device=device)
-    return Link(comm.transport, small, large.nbytes / _timed(comm, large, budget / 2))
+    return Link(comm.transport, small, large.nbytes / timed(comm, large, budget / 2))
 
 
-def _timed(comm: Comm, x: Tensor, budget: float) -> float:
-    """Seconds of one all-reduce: the ranks agree on how many are made."""
+def timed(comm: Comm, x: Tensor, budget: float) -> float:
+    """Seconds of one all-reduce, for about ``budget`` seconds: the ranks agree on how many are
+    made."""
 
     def once(count: int) -> float:
         if x.is_cuda:

@@ -275,9 +275,7 @@ class Worker:
         world = parallel.meet(place, command.host, command.port, on, store)
         link = parallel.measure(world, on)
         self._send(
-            messages.Linked(
-                device.label, link.transport, link.seconds_small, link.bytes_per_second
-            )
+            messages.Linked(device.label, link.transport, link.seconds_small, link.bytes_per_second)
         )
         return world
 

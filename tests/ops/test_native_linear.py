@@ -130,7 +130,9 @@ def test_the_largest_logit_is_the_first_of_them(dtype, outputs):
         for rows in (*range(9), 14, 15, 40):
             values, found = linear.largest(x[:rows])
             assert found.dtype == torch.int64 and found.shape == (rows,)
-            assert torch.equal(found, linear(x[:rows]).argmax(-1))
+            logits = linear(x[:rows])
+            assert torch.equal(found, logits.argmax(-1))
+            assert torch.equal(values, logits.max(-1).values)
     equal = NativeLinear([weight[:1].expand(outputs, -1)], None, "logits")
     assert not equal.largest(x)[1].any()
     late = torch.zeros(outputs, 96, dtype=dtype)
