@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import re
 import statistics
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ WAYS = {
     "replicas 2": ["-dp", "2"],
 }
 SELF_TEST = re.compile(r"all-reduce of 8 KiB (\d+) us, of 16 MiB ([\d.]+) GB/s")
-ROUNDS = 10
+ROUNDS = 20
 VOCABULARY = 49_000  # ids below this are ordinary in SmolLM2's
 
 
@@ -98,7 +99,7 @@ def best(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rank_of_two(rank: int, ports: Any, told: Any) -> None:
-    """Times all-reduces by memory and by gloo in turns; rank 0 tells them, in seconds."""
+    """Times all-reduces by memory and by gloo in turns; rank 0 tells each one's seconds."""
     import torch
 
     from octavo import parallel
@@ -116,15 +117,20 @@ def rank_of_two(rank: int, ports: Any, told: Any) -> None:
     found: dict[str, dict[str, list[float]]] = {way: {"small": [], "large": []} for way in ways}
     for _ in range(ROUNDS):
         for way, comm in ways.items():
-            for name, size in (("small", 2 << 10), ("large", 4 << 20)):
-                found[way][name].append(parallel.timed(comm, torch.zeros(size), 0.1))
+            for name, size, count in (("small", 2 << 10, 100), ("large", 4 << 20, 5)):
+                x = torch.zeros(size)
+                for _ in range(count):
+                    began = time.perf_counter()
+                    comm.all_reduce(x)
+                    found[way][name].append(time.perf_counter() - began)
     if rank == 0:
         told.put(found)
     parallel.part()
 
 
 def all_reduces() -> dict[str, dict[str, Any]]:
-    """Of two processes: medians, and the best of the rounds."""
+    """Of two processes: the median of single ones, and what the fastest tenth took at most: other
+    work on the machine is least in that."""
     context = multiprocessing.get_context("spawn")
     ports, told = context.Queue(), context.Queue()
     ranks = [context.Process(target=rank_of_two, args=(rank, ports, told)) for rank in range(2)]
@@ -133,14 +139,18 @@ def all_reduces() -> dict[str, dict[str, Any]]:
     times = told.get(timeout=120)
     for process in ranks:
         process.join(60)
+    return {way: figures(found["small"], found["large"]) for way, found in times.items()}
+
+
+def figures(small: list[float], large: list[float]) -> dict[str, float]:
+    def fastest(times: list[float]) -> float:
+        return sorted(times)[len(times) // 10]
+
     return {
-        way: {
-            "8 KiB, us": 1e6 * statistics.median(found["small"]),
-            "8 KiB, us, best": 1e6 * min(found["small"]),
-            "16 MiB, GB/s": (16 << 20) / 1e9 / statistics.median(found["large"]),
-            "16 MiB, GB/s, best": (16 << 20) / 1e9 / min(found["large"]),
-        }
-        for way, found in times.items()
+        "8 KiB, us": 1e6 * statistics.median(small),
+        "8 KiB, us, fastest tenth": 1e6 * fastest(small),
+        "16 MiB, GB/s": (16 << 20) / 1e9 / statistics.median(large),
+        "16 MiB, GB/s, fastest tenth": (16 << 20) / 1e9 / fastest(large),
     }
 
 

@@ -330,12 +330,12 @@ def measure(world: World, device: torch.device, budget: float = 1.0) -> Link:
             raise RuntimeError(
                 f"an all-reduce of {group.size} ranks gave {check[0]:g}, not {wanted:g}"
             )
-    small = timed(comm, torch.zeros(2 << 10, device=device), budget / 4)
+    small = _timed(comm, torch.zeros(2 << 10, device=device), budget / 4)
     large = torch.zeros(4 << 20, device=device)
-    return Link(comm.transport, small, large.nbytes / timed(comm, large, budget / 2))
+    return Link(comm.transport, small, large.nbytes / _timed(comm, large, budget / 2))
 
 
-def timed(comm: Comm, x: Tensor, budget: float) -> float:
+def _timed(comm: Comm, x: Tensor, budget: float) -> float:
     """Seconds of one all-reduce, for about ``budget`` seconds: the ranks agree on how many are
     made."""
 

@@ -24,7 +24,7 @@ from octavo.ops.native.collectives import CAPACITY, SharedGroup
 
 LARGEST = 1 << 20  # 4 MiB of FP32
 # One number, less than a cache line, both sides of where sums are made in parts, several buffers.
-_FEW = (1, 15, 1000, 8192, 16385, CAPACITY // 2 + 77)
+_FEW = (1, 15, 1000, 8192, 16385, CAPACITY // 8 + 77)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 COUNTS = dict.fromkeys(DTYPES, _FEW)
 COUNTS[torch.float32] = COUNTS[torch.bfloat16] = (*_FEW, LARGEST)

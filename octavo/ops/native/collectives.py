@@ -16,9 +16,9 @@ from torch import Tensor
 from octavo.ops.native import calls, library
 from octavo.ops.native.library import Features
 
-# Of a rank's two buffers: a longer tensor goes in pieces. It fits a core's second-level cache, so
-# that what was just written is still there when it is read.
-CAPACITY = 256 << 10
+# Of a rank's two buffers: a longer tensor goes in pieces, of which each is waited for. Four times
+# as much is faster while other work has the cores, too much for their caches while it has not.
+CAPACITY = 1 << 20
 SPIN_SECONDS = 50e-6  # for another rank at full speed, where each has cores of its own
 _ENDED = 1
 _ELEMENTS = {
