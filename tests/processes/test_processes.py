@@ -1,5 +1,5 @@
-"""Servers whose ranks are real processes that meet through gloo: what they answer, and what happens
-when one of them, their engine or their server is stopped or killed."""
+"""Servers whose ranks are real processes that meet in memory or by gloo: what they answer, and what
+happens when one of them, their engine or their server is stopped or killed."""
 
 from __future__ import annotations
 
