@@ -14,6 +14,8 @@ ONE, MANY, PROMPTS = (
     "prompts of 1,024 alone",
 )
 
+BUSY = " (with other work on both cores)"
+
 
 def claims() -> list[dict[str, Any]]:
     """As ``Claim``; rows without figures are left out."""
@@ -46,7 +48,7 @@ def _shares(ways: dict[str, Any], way: str) -> str:
         f"{own[row]['tokens_per_second'] / one[row]['tokens_per_second']:.2f}× ({row})"
         for row in (ONE, MANY, PROMPTS)
     )
-    return ", ".join(shown)
+    return ", ".join(shown) + (BUSY if _kept("parallel").get("busy") else "")
 
 
 def _tensor(ways: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def _tensor(ways: dict[str, Any]) -> dict[str, Any]:
         "guide": "two all-reduces a layer want a fast link; small batches are held back by it",
         "measured": f"SmolLM2, 2 processes of one core against one of two, an all-reduce of 8 KiB "
         f"{memory:.0f} µs by memory ({gloo:.0f} µs by gloo): {_shares(ways, 'tensor parallel 2')}; "
-        "by gloo, on another CPU, it was 0.13×, 0.26× and 0.76×",
+        "by gloo, on idle cores of another CPU, it was 0.13×, 0.26× and 0.76×",
         "verdict": "true: by gloo the fewer rows, the more of a step is waiting; by memory, little",
     }
 

@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=2)
     options = parser.parse_args()
     model = options.model or str(models.path("G-bf16"))
-    links = all_reduces()
+    links, loads = all_reduces(), []
     print(links)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
     for repetition in range(options.repetitions):
@@ -168,7 +168,14 @@ def main() -> None:
             runs[name].append(figures_of(flags, model, repetition))
             print(repetition, name, runs[name][-1], os.getloadavg()[0], flush=True)
         ways = {name: best(found) for name, found in runs.items()}
-        told = {"model": options.model or "SmolLM2-135M BF16", "all_reduce": links, "ways": ways}
+        loads.append(os.getloadavg()[0])
+        told = {
+            "model": options.model or "SmolLM2-135M BF16",
+            "load": loads,  # after each repetition; this benchmark by itself makes 2 to 3
+            "busy": max(loads) > 4,
+            "all_reduce": links,
+            "ways": ways,
+        }
         file = save("parallel", told)  # what there is, should the next one not end
     for name, way in ways.items():
         for row, figures in way["rows"].items():
