@@ -15,7 +15,7 @@
 
 // To be raised, here and in octavo/ops/native/library.py, whenever this interface changes: a
 // library that was built before is then not used.
-enum { OCTAVO_INTERFACE = 6 };
+enum { OCTAVO_INTERFACE = 7 };
 OCTAVO_API int64_t octavo_interface();
 
 // Bits of octavo_features().
@@ -337,3 +337,55 @@ OCTAVO_API OctavoKernel octavo_attention_bf16_avx512;
 OCTAVO_API OctavoKernel octavo_attention_bf16_avx512bf16;
 OCTAVO_API OctavoKernel octavo_attention_bf16_amx;  // head_dim: a multiple of 32
 OCTAVO_API OctavoKernel octavo_attention_bf16_amx_emulated;  // for tests, as of the linears
+
+// ---- collectives of ranks that share memory (octavo/ops/native/collectives.py) ----
+
+// Why an exchange failed: a process has ended, or it has not come in time.
+enum { OCTAVO_ENDED = 1, OCTAVO_LATE = 2 };
+
+// One rank of a group; its own, while `memory` is everybody's. Its exchanges are made one after the
+// other; all ranks make the same ones in the same order. After one that failed none is made.
+struct OctavoShared {
+  void* memory;  // octavo_shared_bytes(size, capacity), aligned to 64, zeros at first
+  int64_t rank, size;
+  int64_t capacity;          // bytes of one of a rank's two buffers, a multiple of 64
+  int64_t spin, timeout;     // ns to wait for another rank: at full speed; at all
+  const int32_t* processes;  // [size] pidfds of the ranks; -1: not looked at
+  int64_t begun;             // exchanges so far
+  int64_t failure, failed_rank;
+};
+OCTAVO_API int64_t octavo_shared_bytes(int64_t size, int64_t capacity);
+
+// Element types of sums beside OCTAVO_F32 and OCTAVO_BF16.
+enum { OCTAVO_F16 = 2, OCTAVO_F64 = 3, OCTAVO_I32 = 4, OCTAVO_I64 = 5 };
+
+// x becomes the sum of all ranks' x, [rows, width]. Summed in order of ranks, BF16 and FP16 in FP32:
+// the same bits on every rank.
+struct OctavoAllReduceCall {
+  OctavoShared* group;
+  void* x;
+  const int64_t* rows;
+  int64_t width;
+  int64_t element;  // one of the above
+};
+OCTAVO_API OctavoKernel octavo_all_reduce_avx2;
+
+// y = all ranks' x side by side. x: [rows, widths[rank]] bytes; y: [rows, sum of widths].
+struct OctavoAllGatherCall {
+  OctavoShared* group;
+  const void* x;
+  void* y;
+  const int64_t* rows;
+  const int64_t* widths;  // [size]
+};
+OCTAVO_API OctavoKernel octavo_all_gather;
+
+// x becomes that of the rank `source`. x: [rows, row_bytes].
+struct OctavoBroadcastCall {
+  OctavoShared* group;
+  void* x;
+  const int64_t* rows;
+  int64_t row_bytes;
+  int64_t source;
+};
+OCTAVO_API OctavoKernel octavo_broadcast;

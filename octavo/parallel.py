@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.machine import available_cores
+from octavo.ops.native import collectives
 from octavo.types import EngineDead
+
+logger = logging.getLogger(__name__)
 
 # For the group to meet, and for one collective: an engine that hears nothing ends its workers much
 # earlier (--step-deadline), so this only keeps processes that nobody watches from waiting for ever.
@@ -22,9 +29,15 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Exchanges:
-    """How many collective operations this process has begun."""
+    """How many exchanges with other ranks this process has begun."""
 
-    count = 0
+    count = 0  # through torch.distributed
+    shared: ClassVar[list[collectives.SharedGroup]] = []
+
+    @classmethod
+    def begun(cls) -> int:
+        """From any thread."""
+        return cls.count + sum(group.begun for group in cls.shared)
 
 
 @contextmanager
@@ -37,7 +50,11 @@ def _exchange() -> Iterator[None]:
     except torch.AcceleratorError:
         raise
     except RuntimeError as error:
-        raise EngineDead(f"an exchange with other ranks failed: {_first_line(error)}") from error
+        raise _failed(_first_line(error)) from error
+
+
+def _failed(why: str) -> EngineDead:
+    return EngineDead(f"an exchange with other ranks failed: {why}")
 
 
 def _first_line(error: RuntimeError) -> str:
@@ -46,13 +63,21 @@ def _first_line(error: RuntimeError) -> str:
 
 class Comm:
     """Some ranks and what they do together; each call is made by all of them, in the same order.
-    On a GPU calls are enqueued on the current stream, and can be captured."""
+    On a GPU calls are enqueued on the current stream, and can be captured. ``transport``: by what
+    they meet, for people; ``recordable``: whether a tape of CPU kernels can hold sums."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    recordable = False
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], transport: str = "") -> None:
         self._group = group
+        self.transport = transport or dist.get_backend(group)
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
+
+    def told(self, why: str) -> Comm:
+        """The same, with the reason in ``transport`` why it is this one."""
+        return Comm(self._group, self.ranks, f"{self.transport} ({why})")
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in x. The same bits on every rank."""
@@ -105,6 +130,34 @@ class Comm:
         with _exchange():
             dist.recv(x, self.ranks[source], group=self._group)
         return x
+
+
+class SharedComm(Comm):
+    """Of ranks on one host, through memory that they share. What one sends to another goes by
+    gloo."""
+
+    recordable = True
+
+    def __init__(self, comm: Comm, shared: collectives.SharedGroup) -> None:
+        super().__init__(comm._group, comm.ranks, "shared memory")
+        self._shared = shared
+        Exchanges.shared.append(shared)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._shared.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return self._shared.all_gather(x, sizes)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        self._shared.broadcast(x, source)
+        return x
+
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        own = torch.tensor([list(numbers)], dtype=torch.int64)
+        found = self.all_gather(own, [len(numbers)] * self.size)
+        return [int(number) for number in found.view(self.size, -1).amin(0)]
 
 
 @dataclass(frozen=True)
@@ -179,7 +232,12 @@ def meet(place: Place, host: str, port: int, device: torch.device, store: Any = 
     size = place.tensor_size
     stages = [range(first, first + size) for first in range(0, place.size, size)]
     numbers = [range(number, place.size, size) for number in range(size)]
-    return World(place, everyone, _own(everyone, stages), _own(everyone, numbers))
+    tensor = _own(everyone, stages)
+    if backend == "gloo" and tensor.size > 1:
+        tensor = _through_memory(tensor, place, store)
+    if tensor.size == everyone.size:
+        everyone = tensor
+    return World(place, everyone, tensor, _own(everyone, numbers))
 
 
 def _own(everyone: Comm, groups: Sequence[range]) -> Comm:
@@ -191,6 +249,60 @@ def _own(everyone: Comm, groups: Sequence[range]) -> Comm:
     return next(Comm(group, ranks) for group, ranks in zip(made, groups) if rank in ranks)
 
 
+def _through_memory(comm: Comm, place: Place, store: Any) -> Comm:
+    """The same ranks, through memory where all are on this host and can; as they were otherwise,
+    with the reason in ``transport``."""
+    if len({rank // place.num_local for rank in comm.ranks}) > 1:
+        return comm.told("several hosts")
+    memory, problem = _common_memory(comm, store)
+    key = f"octavo/shares/{comm.ranks[0]}"
+    store.set(f"{key}/{comm.rank}", f"{os.getpid()} {problem}")
+    told = [store.get(f"{key}/{rank}").decode().partition(" ") for rank in range(comm.size)]
+    for rank, (_, _, problem) in zip(comm.ranks, told):
+        if problem:
+            return comm.told(f"rank {rank}: {problem}")
+    assert memory is not None
+    shared = collectives.SharedGroup(
+        memory,
+        comm.rank,
+        [int(pid) for pid, _, _ in told],
+        TIMEOUT.total_seconds(),
+        spins=place.num_local <= available_cores(),
+        names=comm.ranks,
+        failed=_failed,
+    )
+    return SharedComm(comm, shared)
+
+
+def _common_memory(comm: Comm, store: Any) -> tuple[mmap.mmap | None, str]:
+    """What all ranks map, or why this one cannot."""
+    key, problem = f"octavo/memory/{comm.ranks[0]}", collectives.problem()
+    try:
+        if comm.rank == 0:
+            store.set(key, _offered(comm.size, problem))
+        if problem:
+            return None, problem
+        with open(store.get(key).decode(), "r+b") as opened:
+            return mmap.mmap(opened.fileno(), collectives.memory_size(comm.size)), ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _offered(size: int, problem: str) -> str:
+    """The path by which other ranks open the memory. It has no name: whatever ends the ranks,
+    nothing of it is left."""
+    if problem:
+        return ""
+    file = os.memfd_create("octavo-ranks")
+    try:
+        os.posix_fallocate(file, 0, collectives.memory_size(size))
+    except OSError as error:
+        os.close(file)
+        logger.warning("no memory for ranks to share: %s", error)
+        return ""
+    return f"/proc/{os.getpid()}/fd/{file}"  # stays open, as mmap's own copy of it does
+
+
 def part() -> None:
     """Leaves the group."""
     if dist.is_initialized():
@@ -199,26 +311,33 @@ def part() -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce of all ranks was measured to take."""
+    """What an all-reduce of the ranks that share layers (where there are none: of all) was measured
+    to take."""
 
+    transport: str
     seconds_small: float  # of 8 KiB
     bytes_per_second: float  # of 16 MiB: bytes of the tensor by time
 
 
-def measure(comm: Comm, device: torch.device, budget: float = 1.0) -> Link:
+def measure(world: World, device: torch.device, budget: float = 1.0) -> Link:
     """Checks that sums are right, and times them, for at most about ``budget`` seconds. Raises
     RuntimeError for a wrong sum."""
-    check = torch.full((16,), float(comm.rank + 1), device=device)
-    wanted = comm.size * (comm.size + 1) / 2
-    if not (comm.all_reduce(check) == wanted).all():
-        raise RuntimeError(f"an all-reduce of {comm.size} ranks gave {check[0]:g}, not {wanted:g}")
+    comm = world.tensor if world.tensor.size > 1 else world.everyone
+    for group in (world.everyone, comm):
+        check = torch.full((16,), float(group.rank + 1), device=device)
+        wanted = group.size * (group.size + 1) / 2
+        if not (group.all_reduce(check) == wanted).all():
+            raise RuntimeError(
+                f"an all-reduce of {group.size} ranks gave {check[0]:g}, not {wanted:g}"
+            )
     small = _timed(comm, torch.zeros(2 << 10, device=device), budget / 4)
     large = torch.zeros(4 << 20, device=device)
-    return Link(small, large.nbytes / _timed(comm, large, budget / 2))
+    return Link(comm.transport, small, large.nbytes / _timed(comm, large, budget / 2))
 
 
 def _timed(comm: Comm, x: Tensor, budget: float) -> float:
-    """Seconds of one all-reduce: the ranks agree on how many are made."""
+    """Seconds of one all-reduce, for about ``budget`` seconds: the ranks agree on how many are
+    made."""
 
     def once(count: int) -> float:
         if x.is_cuda:

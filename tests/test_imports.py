@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "assembly": EVERYBODY | {"engine.messages", "outputs", "text"},
     "ops": set(),
     "quant": EVERYBODY | {"ops", "checkpoint.json_file"},
-    "parallel": EVERYBODY,
+    "parallel": EVERYBODY | {"ops.native"},
     "model": EVERYBODY | {"ops", "quant", "parallel", "checkpoint"},
     "worker": EVERYBODY
     | {"ops", "model", "parallel", "checkpoint", "core.plan", "grammar"}

@@ -123,7 +123,7 @@ class Model:
         kernels = {op: name for op, name in self.implementations.items() if op not in _ASIDE}
         linears = (linear for layer in self.layers for linear in layer.linears())
         return (
-            self.ranks.comm is None
+            (self.ranks.comm is None or self.ranks.comm.recordable)
             and all(name == "native" for name in kernels.values())
             and all(layer.is_plain for layer in self.layers)
             and all(getattr(linear.apply, "recordable", False) for linear in linears)

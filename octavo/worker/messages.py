@@ -103,7 +103,7 @@ class Linked(Message, tag=True):
     """The self-test of the group has passed."""
 
     device: str
-    transport: str  # "nccl", "gloo"
+    transport: str  # "nccl", "gloo", "shared memory", perhaps with a reason
     small_seconds: float
     bytes_per_second: float
 

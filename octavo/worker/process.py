@@ -248,7 +248,7 @@ class Worker:
                 "CUDA_VISIBLE_DEVICES="
             )
         device.enter()
-        self._heart.exchanges = lambda: parallel.Exchanges.count
+        self._heart.exchanges = parallel.Exchanges.begun
         clock.enter("meeting")
         world = self._meet(device)
         phases = clock.finish()
@@ -275,10 +275,9 @@ class Worker:
         on = torch.device("cuda", device.gpu.index) if device.gpu else torch.device("cpu")
         place = self._topology.place(self.rank, self._local)
         world = parallel.meet(place, command.host, command.port, on, store)
-        link = parallel.measure(world.everyone, on)
-        transport = "nccl" if device.kind == "cuda" else "gloo"
+        link = parallel.measure(world, on)
         self._send(
-            messages.Linked(device.label, transport, link.seconds_small, link.bytes_per_second)
+            messages.Linked(device.label, link.transport, link.seconds_small, link.bytes_per_second)
         )
         return world
 

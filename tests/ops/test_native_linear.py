@@ -128,14 +128,16 @@ def test_the_largest_logit_is_the_first_of_them(dtype, outputs):
     for bias in (None, shift):
         linear = NativeLinear([weight], bias, "logits")
         for rows in (*range(9), 14, 15, 40):
-            found = linear.largest(x[:rows])
+            values, found = linear.largest(x[:rows])
             assert found.dtype == torch.int64 and found.shape == (rows,)
-            assert torch.equal(found, linear(x[:rows]).argmax(-1))
+            logits = linear(x[:rows])
+            assert torch.equal(found, logits.argmax(-1))
+            assert torch.equal(values, logits.max(-1).values)
     equal = NativeLinear([weight[:1].expand(outputs, -1)], None, "logits")
-    assert not equal.largest(x).any()
+    assert not equal.largest(x)[1].any()
     late = torch.zeros(outputs, 96, dtype=dtype)
     late[outputs // 2 :] = weight[:1]
-    largest = NativeLinear([late], None, "logits").largest(x)
+    largest = NativeLinear([late], None, "logits").largest(x)[1]
     positive = (x.double() @ weight[0].double()) > 0
     assert torch.equal(largest, torch.where(positive, outputs // 2, 0))
 

@@ -1,9 +1,11 @@
 """The ranks of an engine as threads of one process: what they give each other goes through shared
-lists, so that any shape is tried in milliseconds. ``tests.processes`` has real ones.
+lists, or the memory that processes of one host share, so that any shape is tried in milliseconds.
+``tests.processes`` has real ones.
 """
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from octavo.config import EngineConfig
 from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
 from octavo.model.shard import TensorParallel
+from octavo.ops.native import collectives
 from octavo.parallel import Place, World
 from octavo.types import Progress, StepProfile
 from octavo.worker.info import WorkerInfo
@@ -41,6 +44,8 @@ class Meeting:
 
 class ThreadComm:
     """``parallel.Comm`` of threads."""
+
+    recordable = False
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting
@@ -80,9 +85,43 @@ class ThreadComm:
         return x.copy_(self._meeting.sent[source, self.rank].get(timeout=60))
 
 
-def worlds(tensor_size: int, pipeline_size: int = 1) -> list[World]:
-    """Of each rank."""
+def shared_groups(size: int, timeout: float = 60.0) -> list[collectives.SharedGroup]:
+    """Of ranks that are threads."""
+    memory = mmap.mmap(-1, collectives.memory_size(size))
+    return [
+        collectives.SharedGroup(memory, rank, [0] * size, timeout, spins=False)
+        for rank in range(size)
+    ]
+
+
+class MemoryComm(ThreadComm):
+    """Through the memory that ranks of one host share."""
+
+    recordable = True
+
+    def __init__(self, meeting: Meeting, rank: int, shared: collectives.SharedGroup) -> None:
+        super().__init__(meeting, rank)
+        self._shared = shared
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._shared.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return self._shared.all_gather(x, sizes)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        self._shared.broadcast(x, source)
+        return x
+
+
+def worlds(tensor_size: int, pipeline_size: int = 1, through_memory: bool = False) -> list[World]:
+    """Of each rank. ``through_memory``: those that share layers."""
     size = tensor_size * pipeline_size
+    shared = [
+        shared_groups(tensor_size) if through_memory and tensor_size > 1 else []
+        for _ in range(pipeline_size)
+    ]
     everyone = Meeting(size)
     of_stages = [Meeting(tensor_size) for _ in range(pipeline_size)]
     of_numbers = [Meeting(pipeline_size) for _ in range(tensor_size)]
@@ -91,7 +130,11 @@ def worlds(tensor_size: int, pipeline_size: int = 1) -> list[World]:
         place = Place(rank, tensor_size, pipeline_size, rank, size)
         comms: list[Any] = [
             ThreadComm(everyone, rank),
-            ThreadComm(of_stages[place.stage], place.tensor_rank),
+            MemoryComm(
+                of_stages[place.stage], place.tensor_rank, shared[place.stage][place.tensor_rank]
+            )
+            if shared[place.stage]
+            else ThreadComm(of_stages[place.stage], place.tensor_rank),
             ThreadComm(of_numbers[place.tensor_rank], place.stage),
         ]
         found.append(World(place, *comms))
@@ -134,7 +177,8 @@ class ThreadGroup:
     def __init__(self, config: EngineConfig, path: Path, grammars: Grammars | None) -> None:
         topology = Topology.of(config)
         self.num_stages = topology.pipeline_size
-        together = worlds(topology.tensor_size, topology.pipeline_size)
+        through_memory = not collectives.problem()
+        together = worlds(topology.tensor_size, topology.pipeline_size, through_memory)
         self._reporter = topology.reporter
         self._plans: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in together]
         self._results: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in together]

@@ -1,5 +1,5 @@
-"""Servers whose ranks are real processes that meet through gloo: what they answer, and what happens
-when one of them, their engine or their server is stopped or killed."""
+"""Servers whose ranks are real processes that meet in memory or by gloo: what they answer, and what
+happens when one of them, their engine or their server is stopped or killed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def expected() -> list[Any]:
 def test_two_ranks_answer_as_one_and_their_faults_are_told(expected: list[Any]) -> None:
     with start(models.path("R-bf16"), *FLAGS, "-tp", "2", clean=False) as server:
         assert answers(server) == expected
-        assert re.search(r"rank 1 on .*, cpu, gloo: all-reduce of 8 KiB", server.log)
+        assert re.search(r"rank 1 on .*, cpu, shared memory: all-reduce of 8 KiB", server.log)
         engine, *workers = processes_of(server)
         assert len(workers) == 2
         stream = Streaming(server)

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from ctypes import Structure, addressof, c_int64, c_void_p
 from functools import cache
@@ -35,13 +35,18 @@ def _run() -> library.Kernel:
     return library.function("octavo_run", c_void_p, c_int64)
 
 
-def call(kernel: str, arguments: Structure, *kept: object) -> None:
+def call(
+    kernel: str, arguments: Structure, *kept: object, then: Callable[[], None] | None = None
+) -> None:
     """Runs the kernel of that name, or has the tape that is recording do it when it is run.
-    ``kept``: what the arguments point at and nothing else keeps, buffers of ``empty`` excepted."""
+    ``kept``: what the arguments point at and nothing else keeps, buffers of ``empty`` excepted.
+    ``then``: called afterwards, after the whole tape once: for what a kernel cannot raise."""
     if _here.recording is not None:
-        _here.recording.append(kernel, arguments, kept)
-    else:
-        _run_one(kernel, Call(library.address(kernel), addressof(arguments)))
+        _here.recording.append(kernel, arguments, kept, then)
+        return
+    _run_one(kernel, Call(library.address(kernel), addressof(arguments)))
+    if then is not None:
+        then()
 
 
 def name_kernels(wanted: bool) -> None:
@@ -104,8 +109,17 @@ class Tape:
         self._calls: Any = []
         self._names: list[str] = []
         self._kept: list[object] = []
+        self._then: list[Callable[[], None]] = []
 
-    def append(self, kernel: str, arguments: Structure, kept: tuple[object, ...]) -> None:
+    def append(
+        self,
+        kernel: str,
+        arguments: Structure,
+        kept: tuple[object, ...],
+        then: Callable[[], None] | None,
+    ) -> None:
+        if then is not None and then not in self._then:
+            self._then.append(then)
         self._calls.append(Call(library.address(kernel), addressof(arguments)))
         self._names.append(kernel)
         self._kept.append((arguments, kept))
@@ -132,6 +146,8 @@ class Tape:
                 _run_one(name, one)
         else:
             _run()(addressof(self._calls), len(self._calls))
+        for then in self._then:
+            then()
 
 
 class _Here(threading.local):

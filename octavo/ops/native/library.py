@@ -17,7 +17,7 @@ from typing import Any
 import torch  # noqa: F401  (brings the OpenMP runtime whose threads the kernels use)
 
 Kernel = Callable[..., Any]
-INTERFACE = 6  # OCTAVO_INTERFACE of csrc/octavo.h
+INTERFACE = 7  # OCTAVO_INTERFACE of csrc/octavo.h
 
 
 class Features(IntFlag):

@@ -157,9 +157,10 @@ class Packed:
         self._multiply(self._at, x, None if other is None else other.data_ptr(), y.data_ptr())
         return y
 
-    def largest(self, x: Tensor) -> Tensor:
-        """x: [T, in]. For each row the first of the largest logits, int64 [T]: they are never
-        written down. Never on a tape. Raises ValueError without the epilogue ``logits``."""
+    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [T, in]. Each row's largest logit, FP32 [T], and the first place that has it, int64
+        [T]: the others are never written down. Never on a tape. Raises ValueError without the
+        epilogue ``logits``."""
         x = self._checked(x)
         if self._linear.epilogue != _EPILOGUES["logits"]:
             raise ValueError("only logits are compared")
@@ -170,8 +171,8 @@ class Packed:
         values = torch.empty(len(x), panels)
         ids = torch.empty(len(x), panels, dtype=torch.int32)
         self._multiply(addressof(self._choosing), x, None, values.data_ptr(), ids.data_ptr())
-        panel = torch.from_numpy(values.numpy().argmax(axis=1))  # numpy's is the first one
-        return ids.gather(1, panel[:, None])[:, 0].long()
+        panel = torch.from_numpy(values.numpy().argmax(axis=1))[:, None]  # numpy's is the first one
+        return values.gather(1, panel)[:, 0], ids.gather(1, panel)[:, 0].long()
 
     def _checked(self, x: Tensor) -> Tensor:
         if x.shape[1] != self._inputs or x.dtype != self._dtype:
