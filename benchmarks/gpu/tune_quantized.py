@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.gpu.tune import CALLS, COLD, ROWS, shapes_of
 from octavo.ops.float8 import quantize_float8
-from octavo.ops.triton.packed import pack
+from octavo.ops.triton.packed import Layout, pack
 from octavo.ops.triton.packed_plans import (
     EXPAND,
     TABLE,
@@ -32,6 +32,7 @@ from octavo.ops.triton.packed_plans import (
     kind_of,
     rounded_plan,
     rule_of_thumb,
+    tile_of,
 )
 from octavo.ops.triton.packed_skinny import packed_skinny, tiles
 from octavo.ops.triton.plans import Shape
@@ -82,15 +83,8 @@ class Subject:
     def _random(self, *size: int) -> Tensor:
         return torch.randn(*size, device="cuda", dtype=self.dtype)
 
-    def candidates(self, bucket: int) -> Iterator[PackedPlan]:
-        layout = self.linears[0].packed.layout
-        yield rule_of_thumb(layout, self.shape.n, self.shape.epilogue, bucket, True)
-        for plan in _gemv(layout.bits) if bucket == 1 else _skinny(layout.bits, bucket):
-            programs = -(-self.shape.n // plan.block_n) * plan.split_k
-            if plan.split_k == 1 or programs <= 800:
-                yield plan
-        if bucket >= 64:
-            yield EXPAND
+    def candidates(self, bucket: int) -> list[PackedPlan]:
+        return list(dict.fromkeys(candidates(self.linears[0].packed.layout, self.shape, bucket)))
 
     def call(self, linear: PackedLinear, bucket: int, plan: PackedPlan) -> Tensor:
         linear.use({bucket: plan})
@@ -121,6 +115,29 @@ class Subject:
         return timed([partial(one, x, other) for one in self.linears])
 
 
+def candidates(layout: Layout, shape: Shape, bucket: int) -> Iterator[PackedPlan]:
+    """What is worth measuring, the rule of thumb first; some twice."""
+    yield rule_of_thumb(layout, shape.n, shape.epilogue, bucket, True)
+    for plan in _gemv(layout) if bucket == 1 else _skinny(layout.bits, bucket):
+        programs = -(-shape.n // plan.block_n) * plan.split_k
+        if plan.split_k == 1 or programs <= 800:
+            yield plan
+    if bucket >= 64:
+        yield EXPAND
+
+
+def rounded_candidates(layout: Layout, shape: Shape, rows: int) -> Iterator[PackedPlan]:
+    """The same for inputs of 8 bits."""
+    yield rounded_plan(layout, shape.n, shape.epilogue, rows, True)
+    for block_n, block_k, warps, stages, split in (
+        *((64, 256, 4, 4, 1), (64, 256, 4, 4, 2), (64, 256, 4, 6, 1), (64, 128, 4, 6, 2)),
+        *((64, 128, 4, 4, 1), (128, 128, 4, 4, 1), (128, 128, 8, 6, 1), (128, 256, 8, 3, 1)),
+        *((64, 256, 4, 4, 4), (64, 128, 4, 6, 1), (64, 256, 4, 3, 2), (64, 128, 4, 4, 4)),
+    ):
+        if split == 1 or -(-shape.n // block_n) * split <= 800:
+            yield PackedPlan("skinny", block_n, block_k, warps, stages, split)
+
+
 def timed(calls: list[Any], replays: int = 4) -> float:
     """Microseconds of one of the calls, in a chain of all of them."""
     count = -(-CALLS // len(calls)) * len(calls)
@@ -141,20 +158,18 @@ def timed(calls: list[Any], replays: int = 4) -> float:
     return min(spans) * 1e3 / count
 
 
-def _gemv(bits: int) -> Iterator[PackedPlan]:
+def _gemv(layout: Layout) -> Iterator[PackedPlan]:
     of_float8 = (
         *((4, 2048, 4), (2, 2048, 2), (16, 1024, 8), (8, 1024, 4), (4, 1024, 2), (2, 1024, 2)),
         *((16, 1024, 4), (8, 2048, 8), (8, 1024, 2)),
     )
     of_words = (
         *((2, 256, 2), (4, 256, 2), (8, 256, 2), (4, 128, 1), (8, 128, 1), (4, 512, 4)),
-        *((8, 512, 4), (2, 128, 1), (4, 512, 2)),
+        *((8, 512, 4), (2, 128, 1), (4, 512, 2), (2, 512, 4)),
     )
-    for block_n, block_k, warps in of_words if bits else of_float8:
-        yield PackedPlan("gemv", block_n, block_k, warps)
-    if bits:
-        for block_n, block_k, warps in of_words:
-            yield PackedPlan("gemv", block_n, block_k, warps, half=True)
+    half = layout.bits in (2, 4, 8) and not layout.table
+    for block_n, block_k, warps in of_words if layout.bits else of_float8:
+        yield PackedPlan("gemv", block_n, block_k, warps, half=half)
 
 
 def _skinny(bits: int, bucket: int) -> Iterator[PackedPlan]:
@@ -174,14 +189,14 @@ def _skinny(bits: int, bucket: int) -> Iterator[PackedPlan]:
 
 def tune(subject: Subject, buckets: list[int], keep: int) -> Iterator[dict[str, Any]]:
     started = time.monotonic()
-    todo = [(b, plan) for b in buckets for plan in dict.fromkeys(subject.candidates(b))]
+    todo = [(b, plan) for b in buckets for plan in subject.candidates(b)]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda item: subject.build(*item), todo))
     torch.cuda.synchronize()
     built = time.monotonic() - started
     for bucket in buckets:
         found = []
-        for plan in dict.fromkeys(subject.candidates(bucket)):
+        for plan in subject.candidates(bucket):
             error = subject.error(bucket, plan)
             if not error <= WORST:
                 raise RuntimeError(f"{subject.kind} {subject.shape} {plan}: error {error:.3g}")
@@ -219,21 +234,14 @@ def rounded_products(kind: str, shape: Shape, rows: int) -> None:
     values, scales = rounded(x, packed.words.dtype, 2, layout.group)
     arrived = torch.zeros(4096, dtype=torch.int32, device="cuda")
     y = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
-    plans = [rounded_plan(layout, shape.n, shape.epilogue, rows, True)]
-    for block_n, block_k, warps, stages, split in (
-        *((64, 256, 4, 4, 1), (64, 256, 4, 4, 2), (64, 256, 4, 6, 1), (64, 128, 4, 6, 2)),
-        *((64, 128, 4, 4, 1), (128, 128, 4, 4, 1), (128, 128, 8, 6, 1), (128, 256, 8, 3, 1)),
-    ):
-        plans.append(PackedPlan("skinny", block_n, block_k, warps, stages, split))
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     best = []
-    for plan in dict.fromkeys(plans):
-        if tiles(plan, n, silu) * -(-rows // block_m) > 4096:
+    for plan in dict.fromkeys(rounded_candidates(layout, shape, rows)):
+        if tiles(plan, n, silu) * -(-rows // tile_of(rows)) > 4096:
             continue
 
         def call(one: Any, plan: PackedPlan = plan) -> None:
             operands = (None, None, None, y, arrived, silu, 2)
-            packed_skinny(plan, block_m, values, one, *operands, scales)
+            packed_skinny(plan, tile_of(rows), values, one, *operands, scales)
 
         best.append((timed([partial(call, one) for one in packs]), plan))
     first = best[0][0]
@@ -271,7 +279,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     lines = ",\n".join(json.dumps(row) for row in merged.values())
     head = {
         "device": torch.cuda.get_device_name(),
-        "measured": f"benchmarks/gpu/tune_quantized.py, torch {torch.__version__}",
+        "measured": f"benchmarks/gpu/tune_quantized.py and step.py, torch {torch.__version__}",
     }
     path.write_text(f'{json.dumps(head)[:-1]}, "plans": [\n{lines}\n]}}\n')
 

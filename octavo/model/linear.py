@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,6 +105,12 @@ class Linear:
         if self.columns is None:
             return self.apply(x, other)
         return self.ranks.summed(self.apply(x, other if self.ranks.leads else None))
+
+    def gates(self, x: Tensor) -> Tensor | None:
+        """As ``TakesGates``, which its version is."""
+        apply: Any = self.apply
+        found: Tensor | None = apply.gates(x)
+        return found
 
 
 def rounded(weight: Weight, rounding: Rounding, versions: LinearVersions) -> Weight:

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.model.linear import Linear
 from octavo.model.shard import ALONE, Cut, TensorParallel
 from octavo.model.spec import MLPSpec, PlainMLPSpec
-from octavo.ops.linear import Epilogue
+from octavo.ops.linear import Epilogue, TakesGates
 
 
 class MLP:
@@ -44,6 +44,7 @@ class MLP:
             epilogue="silu_mul" if self.fused else "none",
             rows=None if own is None else (own,) * (2 if self.gated else 1),
         )
+        self._passes_gates = False
         self.down: Linear = make_linear(
             ((f"{prefix}.down", hidden_size),),
             size,
@@ -67,6 +68,9 @@ class MLP:
     def load(self, tensors: Mapping[str, Any]) -> None:
         self.gate_up.load(tensors)
         self.down.load(tensors)
+        first, second = self.gate_up.apply, self.down.apply
+        if self.fused and isinstance(first, TakesGates) and isinstance(second, TakesGates):
+            self._passes_gates = second.takes_gates
 
     def experts(self) -> tuple[()]:
         return ()
@@ -76,6 +80,10 @@ class MLP:
     ) -> Tensor:
         """x: [T, hidden]. [T, hidden], added to ``residual`` (of the same shape) if given, which
         may be written over. ``slots`` makes no difference."""
+        if self._passes_gates:
+            gates = self.gate_up.gates(x)
+            if gates is not None:
+                return self.down(gates, residual)
         y = self.gate_up(x)
         if not self.fused:
             assert self.activate is not None

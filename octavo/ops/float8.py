@@ -23,9 +23,9 @@ LEAST_SCALE = 1.0 / (LARGEST * 512.0)
 
 
 def rounded(x: Tensor, scale: Tensor | None, group: int = 0) -> tuple[Tensor, Tensor]:
-    """x: [T, in]. x / scale rounded to E4M3 (to the nearest, ties to even, what is too large to
-    +-448), and the scales, FP32 [T, groups]. ``scale``: FP32 [], for all; None: of each token, or
-    of each of its ``group`` inputs if that is not 0, its largest magnitude / 448."""
+    """x: [T, in]. x times 1 / scale, rounded to E4M3 (to the nearest, ties to even, what is too
+    large to +-448), and the scales, FP32 [T, groups]. ``scale``: FP32 [], for all; None: of each
+    token, or of each of its ``group`` inputs if that is not 0, its largest magnitude / 448."""
     tokens, size = x.shape
     group = group or size
     wide = F.pad(x.float(), (0, -size % group)).view(tokens, -1, group)
@@ -33,7 +33,7 @@ def rounded(x: Tensor, scale: Tensor | None, group: int = 0) -> tuple[Tensor, Te
         scales = (wide.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_min(LEAST_SCALE)
     else:
         scales = scale.float().expand(tokens, wide.shape[1], 1)
-    values = (wide / scales).clamp(-LARGEST, LARGEST).to(E4M3)
+    values = (wide * (1.0 / scales)).clamp(-LARGEST, LARGEST).to(E4M3)
     whole = values.view(torch.uint8).flatten(1)[:, :size].contiguous().view(E4M3)
     return whole, scales[..., 0]
 

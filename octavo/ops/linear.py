@@ -7,7 +7,7 @@ A linear is made once from its weight and called many times, so that a version m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,23 @@ from octavo.ops.registry import register
 
 Epilogue = Literal["none", "silu_mul", "add", "logits"]
 Apply = Callable[..., Tensor]
+
+
+@runtime_checkable
+class TakesGates(Protocol):
+    """What some versions' ``apply`` is besides: where SiLU·mul would be a pass of its own, it is
+    left to the linear that comes after, which computes it while it rounds its inputs.
+
+    ``takes_gates``: x may also be [T, 2 in]: SiLU·mul of it is multiplied.
+    """
+
+    @property
+    def takes_gates(self) -> bool: ...
+
+    def gates(self, x: Tensor) -> Tensor | None:
+        """[T, 2m], y of ``silu_mul`` before the epilogue, which the caller may keep; None: the
+        epilogue costs nothing for so many rows, and the caller is to call ``apply``."""
+        ...
 
 
 @register("linear", "torch")

@@ -68,16 +68,30 @@ def test_float8_inputs(block):
         of = replace(weight, input_scale=given)
         for epilogue in ("add", "silu_mul", "logits"):
             linear = chosen.call([of], bias, epilogue, BF16)
-            for rows in (9, 20, 64, 100, 130, 514):
+            for rows in (1, 9, 20, 64, 100, 130, 514):
                 x = normal(rows, K, seed=rows)
                 other = normal(rows, 1024, seed=4) if epilogue == "add" else None
-                if rows <= 16:
+                if rows <= (16 if block[1] else 1):
                     expected = exact(of.dense().double(), bias, epilogue, x, other)
                 else:
                     definition = float8.TorchFloat8Linear([of], bias, epilogue, torch.float32)
                     expected = definition(x, other).double()
                 found = linear(x, None if other is None else other.clone())
                 assert_close(found, expected, chosen, BF16)
+
+
+@pytest.mark.parametrize("block", ((1, 0), (128, 128)))
+def test_gates_are_activated_where_inputs_are_rounded(block):
+    """As two linears do it apart, which write what is between them."""
+    kinds, rows = Kinds(), 530
+    first, second = kinds.float8(2 * K, 1024, block), kinds.float8(1024, K, block)
+    gate_up = version("float8_linear").call([first.to("cuda")], normal(2 * K), "silu_mul", BF16)
+    down = version("float8_linear").call([second.to("cuda")], None, "add", BF16)
+    x, other = normal(rows, 1024, seed=1), normal(rows, 1024, seed=2)
+    gates = gate_up.gates(x)
+    assert gates.shape == (rows, 2 * K) and down.takes_gates
+    expected = down(gate_up(x), other.clone()).double()
+    assert_close(down(gates, other.clone()), expected, version("float8_linear"), BF16)
 
 
 def test_int8_inputs():

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from octavo.ops.triton import packed_plans
 from octavo.ops.triton.packed import Layout
-from octavo.ops.triton.packed_plans import BUCKETS, EXPAND, bucket_of, choose, rule_of_thumb
+from octavo.ops.triton.packed_plans import (
+    BUCKETS,
+    EXPAND,
+    ROUNDED,
+    bucket_of,
+    choose,
+    rounded_plan,
+    rule_of_thumb,
+)
 
 
 def test_the_shipped_table_is_used_on_hopper_alone():
     table = packed_plans.shipped_table()
     kinds = {"4-bit/128": (4, 64, 128), "float8": (0, 128, 0)}
-    assert {kind for kind, _, _ in table} == set(kinds)
+    assert {kind for kind, _, _ in table} == {*kinds, ROUNDED}
     for (kind, shape, bucket), plan in table.items():
+        if kind == ROUNDED:
+            own = partial(rounded_plan, Layout(0, shape.k, 128), shape.n, shape.epilogue, bucket)
+            assert own(hopper=True) == plan and own(hopper=False, table={}) == own(hopper=False)
+            continue
         bits, width, group = kinds[kind]
         layout = Layout(bits, shape.k, width, group, shape.k // group if group else 1)
         assert choose(layout, shape.n, shape.epilogue, bucket, hopper=True) == plan

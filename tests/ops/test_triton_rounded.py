@@ -61,7 +61,8 @@ def check_float8(weights, rows, epilogue="none", bias=True, exact=False):
 @pytest.mark.parametrize("block", ((0, 0), (1, 0), (16, 64), (32, 128)))
 def test_few_rows_are_not_rounded_and_more_are(block, epilogue):
     weights = [Kinds(s).float8(32, 272, block) for s in range(1 + (epilogue == "silu_mul"))]
-    check_float8(weights, 3, epilogue, exact=True)
+    check_float8(weights, 1, epilogue, exact=True)
+    check_float8(weights, 3, epilogue, exact=block[1] > 1)
     check_float8(weights, 20, epilogue)
     check_float8(weights, 70, epilogue)
 
@@ -108,3 +109,17 @@ def test_int8(rows, epilogue):
 def test_int8_has_no_groups():
     with pytest.raises(ValueError, match=r"one scale for all 128 inputs .* groups of 32"):
         int8_module.TritonInt8Linear([Kinds().even(8, 128, 8, 32)], None, "none", BF16)
+
+
+def test_gates_are_activated_where_inputs_are_rounded(monkeypatch):
+    """As two linears do it apart, which write what is between them."""
+    monkeypatch.setattr(float8_module, "OWN", 20)
+    monkeypatch.setattr(float8_module, "NARROW", 0)
+    first = [Kinds(seed).float8(64, 96, (1, 0)) for seed in (1, 2)]
+    shift, other, x = (randn(*size).to(BF16) for size in ((128,), (24, 32), (24, 96)))
+    gate_up = float8_module.TritonFloat8Linear(first, shift, "silu_mul", BF16)
+    down = float8_module.TritonFloat8Linear([Kinds(3).float8(32, 64, (1, 0))], None, "add", BF16)
+    assert gate_up.gates(x[:20]) is None
+    gates = gate_up.gates(x)
+    assert gates.shape == (24, 128)
+    assert torch.equal(down(gates, other.clone()), down(gate_up(x), other.clone()))

@@ -272,17 +272,23 @@ def scaled(numbers, scales, minimums, TYPE: tl.constexpr):
 
 
 @triton.constexpr_function
-def half_numbers(field: int, bits: int, zero: int) -> str:
-    """PTX: two codes less ``zero`` as FP16, exact, from a word of 32 bits that begins with the byte
-    of the field: codes stay where they are in the mantissa of 1,024, so nothing is shifted."""
-    at = bits * field % 8
-    mask = (((1 << bits) - 1) << at) * 0x00010001
-    factor = ((15 - at) << 10) * 0x00010001
-    added = _pair(-(1024 >> at) - zero, False)
-    return (
-        f"{{ .reg .b32 a, b, c; lop3.b32 a, $1, {mask:#x}, 0x64006400, 0xea; "
-        f"mov.b32 b, {factor:#x}; mov.b32 c, {added}; fma.rn.f16x2 $0, a, b, c; }}"
-    )
+def half_place(field: int, bits: int) -> int:
+    """Where ``add_half_products`` finds a field's codes in a byte: there a code, read as FP16, is a
+    subnormal number, code * 2^(place - 24)."""
+    return bits * field % 8
+
+
+@triton.constexpr_function
+def half_unit(bits: int) -> float:
+    """What ``add_half_products`` adds up is this times the products of codes and inputs, which lie
+    within -2 .. 2: sums of 32 words fit into FP16, and their last bits into its normal numbers."""
+    return 2.0**-14 if bits == 8 else 2.0**-10
+
+
+@triton.constexpr_function
+def half_factor(field: int, bits: int) -> float:
+    """Of the inputs of a field, so that subnormal codes times them are in ``half_unit``."""
+    return float(half_unit(bits) * 2.0 ** (24 - half_place(field, bits)))
 
 
 _PACK = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
@@ -306,22 +312,22 @@ def half_pairs(even, odd):
 
 
 @triton.jit
-def add_half_products(
-    sums, word, pair, other, FIELD: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr
-):  # fmt: skip
-    """sums + the products of a field of both halves of words, in FP16, two in 32 bits."""
+def add_half_products(sums, word, pair, other, FIELD: tl.constexpr, BITS: tl.constexpr):
+    """sums + the products of a field of both halves of words, in FP16, two in 32 bits. Codes are
+    used as they lie there, masked: numbers of FP16 below its normal ones, which cost no more."""
+    AT: tl.constexpr = half_place(FIELD, BITS)
     if BITS * FIELD >= 8:
         first = word >> 8
     else:
         first = word
     if COMPILED:
-        ASM: tl.constexpr = half_numbers(FIELD, BITS, ZERO)
-        numbers = tl.inline_asm_elementwise(ASM, "=r,r", [first], tl.int32, True, 1)
-        sums = tl.inline_asm_elementwise(_FMA, "=r,r,r,r", [numbers, pair, sums], tl.int32, True, 1)
+        MASK: tl.constexpr = (((1 << BITS) - 1) << AT) * 0x00010001
+        codes = first & MASK
+        sums = tl.inline_asm_elementwise(_FMA, "=r,r,r,r", [codes, pair, sums], tl.int32, True, 1)
     else:
-        low = code(word, word, FIELD, 0, BITS).to(tl.float32) - ZERO
-        high = code(word, word, FIELD, 16, BITS).to(tl.float32) - ZERO
-        sums = sums + (low * pair + high * other)
+        low = code(word, word, FIELD, 0, BITS).to(tl.float32)
+        high = code(word, word, FIELD, 16, BITS).to(tl.float32)
+        sums = sums + (low * pair + high * other) * 2.0 ** (AT - 24)
     return sums
 
 

@@ -19,7 +19,7 @@ from octavo.ops.triton import launch
 from octavo.ops.triton.expand import expand
 from octavo.ops.triton.packed import Layout, Packed
 from octavo.ops.triton.packed_inputs import gathered
-from octavo.ops.triton.packed_plans import PackedPlan, rounded_plan
+from octavo.ops.triton.packed_plans import PackedPlan, rounded_plan, tile_of
 from octavo.ops.triton.packed_skinny import packed_skinny, tiles
 from octavo.ops.triton.rounding import rounded
 from octavo.ops.weights import ZERO, QuantizedWeight
@@ -115,9 +115,8 @@ class TritonInt8Linear:
         values, scales = rounded(gathered(self.packed, x, pdl), torch.int8, pdl)
         other = None if other is None else other.contiguous()
         if rows <= OWN or self.packed.rows % 8:
-            block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
             operands = (self.packed, self.bias, other, None, y, self._arrived, self.silu, pdl)
-            packed_skinny(self._plan(rows), block_m, values, *operands, scales)
+            packed_skinny(self._plan(rows), tile_of(rows), values, *operands, scales)
             return y
         sums = torch._int_mm(values, self.packed.words.t())
         finish_kernel[(rows, triton.cdiv(self.out_features, BLOCK))](

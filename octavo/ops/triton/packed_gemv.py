@@ -17,8 +17,10 @@ from octavo.ops.triton.decode import (
     COMPILED,
     add_half_products,
     fields_of,
+    half_factor,
     half_pairs,
     half_sums,
+    half_unit,
     load_chunks,
     numbers,
     offset,
@@ -46,34 +48,54 @@ def _inputs(
         x = tl.load(x_words + at, mask=at < PAIRS, other=0)
     else:
         x = tl.load(x_words + at)
-    if BITS > 0:
+    if BITS > 0 and x_ptr.dtype.element_ty == tl.bfloat16:  # the upper half of FP32
+        x = ((x & -65536) if HALF else (x << 16)).to(tl.float32, bitcast=True)
+    elif BITS > 0:
         x = (x >> (16 * HALF)).to(tl.int16).to(x_ptr.dtype.element_ty, bitcast=True)
     return x.to(tl.float32)
 
 
 @triton.jit
-def _add_scaled(
-    acc, products, shift_sums, places, scales_ptr, shifts_ptr,
-    REDUCE: tl.constexpr, SCALED: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """acc + the products of a thread's words times their scale. places: of the scales, for each
-    REDUCE words of each row, [words, rows]: so Triton has neighbouring threads load for
+def _load_scales(places, scales_ptr, shifts_ptr, SCALED: tl.constexpr, SHIFT: tl.constexpr):
+    """Scales and shifts as they are stored, of what is not there the places. places: of the scales,
+    for each REDUCE words of each row, [words, rows]: so Triton has neighbouring threads load for
     neighbouring words, as they hold the products."""
-    ROWS: tl.constexpr = products.shape[0]
-    PARTS: tl.constexpr = products.shape[1] // REDUCE
-    part = tl.sum(tl.reshape(products, (ROWS, PARTS, REDUCE)), 2)
-    if SHIFT != 0:
-        of_inputs = tl.sum(tl.reshape(shift_sums, (PARTS, REDUCE)), 1)[None, :]
-        shifts = tl.trans(tl.load(shifts_ptr + places)).to(tl.float32)
-    if SHIFT == 1:
-        part -= shifts * of_inputs
+    scales, shifts = places, places
     if SCALED:
-        acc += part * tl.trans(tl.load(scales_ptr + places)).to(tl.float32)
+        scales = tl.load(scales_ptr + places)
+    if SHIFT != 0:
+        shifts = tl.load(shifts_ptr + places)
+    return scales, shifts
+
+
+@triton.jit
+def _add_scaled(
+    acc, part, of_inputs, scales, AT: tl.constexpr, SCALED: tl.constexpr, SHIFT: tl.constexpr,
+    CENTER: tl.constexpr,
+):  # fmt: skip
+    """acc + part, [rows, parts], of codes less CENTER, times its scale. of_inputs: sums of the
+    inputs of a part, [parts]. scales: what ``_load_scales`` gave, the AT-th of which is taken."""
+    if SHIFT == 1:  # an FP32 whose last bits are the zero, as conversions take four times as long
+        zeros = tl.trans(scales[2 * AT + 1]).to(tl.int32) | 0x4B000000
+        part -= (zeros.to(tl.float32, bitcast=True) - (2.0**23 + CENTER)) * of_inputs[None, :]
+    if SCALED:
+        acc += part * tl.trans(scales[2 * AT]).to(tl.float32)
     else:
         acc += part
     if SHIFT == 2:
-        acc += shifts * of_inputs
+        acc += tl.trans(scales[2 * AT + 1]).to(tl.float32) * of_inputs[None, :]
     return acc
+
+
+@triton.jit
+def _parts(words, REDUCE: tl.constexpr):
+    """[..., words] -> [..., words / REDUCE], what a thread holds added up."""
+    if len(words.shape) == 1:
+        found = tl.sum(tl.reshape(words, (words.shape[0] // REDUCE, REDUCE)), 1)
+    else:
+        shape: tl.constexpr = (words.shape[0], words.shape[1] // REDUCE, REDUCE)
+        found = tl.sum(tl.reshape(words, shape), 2)
+    return found
 
 
 @triton.jit
@@ -85,7 +107,7 @@ def _powers(
     and its inverse [words]: inputs divided by it lie within -2 .. 2."""
     WORDS: tl.constexpr = start.shape[0]
     PARTS: tl.constexpr = WORDS // REDUCE
-    largest = tl.zeros((WORDS,), tl.float32)
+    largest = tl.full((WORDS,), 2.0**-112, tl.float32)  # so that its inverse has room for factors
     for field in tl.static_range(FIELDS):
         for half in tl.static_range(2):
             x = _inputs(x_ptr, start, field, half, WIDTH, PAIRS, BITS, MASKED)
@@ -98,25 +120,148 @@ def _powers(
 
 
 @triton.jit
-def _add_scaled_half(
-    acc, sums, powers, shift_sums, places, scales_ptr, shifts_ptr,
-    REDUCE: tl.constexpr, SCALED: tl.constexpr, SHIFT: tl.constexpr, CENTER: tl.constexpr,
+def _half_products(
+    x_ptr, start, powers, inverse, words, up_words,
+    FROM: tl.constexpr, SHARED: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    BITS: tl.constexpr, REDUCE: tl.constexpr, MASKED: tl.constexpr, CENTER: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
-    """As ``_add_scaled``, of sums in FP16 of inputs divided by ``powers``."""
-    part = half_sums(sums, REDUCE) * powers[None, :]
-    if SHIFT != 0:
-        PARTS: tl.constexpr = shift_sums.shape[0] // REDUCE
-        of_inputs = tl.sum(tl.reshape(shift_sums, (PARTS, REDUCE)), 1)[None, :]
-        shifts = tl.trans(tl.load(shifts_ptr + places)).to(tl.float32)
-    if SHIFT == 1:
-        part -= (shifts - CENTER) * of_inputs
-    if SCALED:
-        acc += part * tl.trans(tl.load(scales_ptr + places)).to(tl.float32)
+    """Products of SHARED fields, the first of which is FROM, with codes less CENTER: FP32 [rows,
+    parts], the same of up_words, and sums of the inputs, [parts]. They are added up in FP16, from
+    the inputs times -CENTER on, so that sums stay small."""
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    evens = tl.zeros((WORDS,), tl.float32)
+    odds = tl.zeros((WORDS,), tl.float32)
+    for field in tl.static_range(FROM, FROM + SHARED):
+        evens += _inputs(x_ptr, start, field, 0, WIDTH, PAIRS, BITS, MASKED)
+        odds += _inputs(x_ptr, start, field, 1, WIDTH, PAIRS, BITS, MASKED)
+    UNIT: tl.constexpr = half_unit(BITS)
+    if CENTER:
+        least, other = half_pairs(
+            evens * inverse * (-CENTER * UNIT), odds * inverse * (-CENTER * UNIT)
+        )
+        if not COMPILED:
+            least += other
+        sums = tl.broadcast_to(least[None, :], (ROWS, WORDS))
     else:
-        acc += part
-    if SHIFT == 2:
-        acc += shifts * of_inputs
-    return acc
+        sums = tl.zeros((ROWS, WORDS), tl.int32 if COMPILED else tl.float32)
+    up_sums = sums
+    for field in tl.static_range(FROM, FROM + SHARED):
+        even = _inputs(x_ptr, start, field, 0, WIDTH, PAIRS, BITS, MASKED)
+        odd = _inputs(x_ptr, start, field, 1, WIDTH, PAIRS, BITS, MASKED)
+        factor = inverse * half_factor(field, BITS)
+        pair, other = half_pairs(even * factor, odd * factor)
+        pair, other = pair[None, :], other[None, :]
+        sums = add_half_products(sums, words, pair, other, field, BITS)
+        if SILU:
+            up_sums = add_half_products(up_sums, up_words, pair, other, field, BITS)
+    powers = powers[None, :] * (1.0 / UNIT)
+    part = half_sums(sums, REDUCE) * powers
+    up_part = half_sums(up_sums, REDUCE) * powers if SILU else part
+    return part, up_part, _parts(evens + odds, REDUCE)
+
+
+@triton.jit
+def _products(
+    x_ptr, start, words, up_words, tables, up_tables,
+    FROM: tl.constexpr, SHARED: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    BITS: tl.constexpr, REDUCE: tl.constexpr, MASKED: tl.constexpr, ZERO: tl.constexpr,
+    TABLE: tl.constexpr, SUMMED: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """As ``_half_products``, in FP32, with numbers from tables or codes less ZERO. words: what
+    ``load_chunks`` gives. SUMMED: sums of the inputs are wanted."""
+    ROWS: tl.constexpr = words[0].shape[0]
+    WORDS: tl.constexpr = words[0].shape[1]
+    HALVES: tl.constexpr = 1 if BITS == 0 else 2
+    OFFSET: tl.constexpr = BITS > 0 and TABLE == 0
+    sums = tl.zeros((WORDS,), tl.float32)
+    of_inputs = tl.zeros((WORDS,), tl.float32)
+    if OFFSET or SUMMED:
+        for field in tl.static_range(FROM, FROM + SHARED):
+            for half in tl.static_range(HALVES):
+                x = _inputs(x_ptr, start, field, half, WIDTH, PAIRS, BITS, MASKED)
+                sums -= x * (offset(field, half, BITS) + ZERO)
+                of_inputs += x
+    products = tl.broadcast_to(sums[None, :], (ROWS, WORDS))
+    up_products = products
+    for field in tl.static_range(FROM, FROM + SHARED):
+        for half in tl.static_range(HALVES):
+            x = _inputs(x_ptr, start, field, half, WIDTH, PAIRS, BITS, MASKED)[None, :]
+            first, second, high = words
+            products += numbers(first, second, high, tables, field, half, BITS, TABLE) * x
+            if SILU:
+                first, second, high = up_words
+                found = numbers(first, second, high, up_tables, field, half, BITS, TABLE)
+                up_products += found * x
+    part = _parts(products, REDUCE)
+    up_part = _parts(up_products, REDUCE) if SILU else part
+    return part, up_part, _parts(of_inputs, REDUCE)
+
+
+@triton.jit
+def _add_words(
+    acc, up_acc, x_ptr, w_ptr, scales_ptr, shifts_ptr, tables, up_tables, rows, up_rows,
+    STEP: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    ZERO: tl.constexpr, SHIFT: tl.constexpr, TABLE: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_W: tl.constexpr, REDUCE: tl.constexpr, SILU: tl.constexpr, HALF: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    """The products of the STEP-th BLOCK_W words of each row, added to acc, and of up_rows where
+    SILU. WAIT: for x. Words and scales are requested before: the compiler leaves them there."""
+    FIELDS: tl.constexpr = fields_of(BITS)
+    PARTS: tl.constexpr = words_of(BITS)
+    HALVES: tl.constexpr = 1 if BITS == 0 else 2
+    SHARED: tl.constexpr = shared_fields(BITS, WIDTH * HALVES, GROUP)
+    RAGGED: tl.constexpr = (STEP + 1) * BLOCK_W > COLUMNS
+    MASKED: tl.constexpr = RAGGED or COLUMNS * FIELDS > PAIRS
+    CENTER: tl.constexpr = (1 << (BITS - 1)) if SHIFT == 1 else ZERO
+    TAKEN: tl.constexpr = CENTER if HALF else 0
+    columns = STEP * BLOCK_W + tl.arange(0, BLOCK_W)
+    at = columns if PARTS == 1 else columns // WIDTH * (PARTS * WIDTH) + columns % WIDTH
+    present = (columns < COLUMNS)[None, :]
+    tiles = w_ptr + rows[:, None].to(tl.int64) * (COLUMNS * PARTS) + at[None, :]
+    words = load_chunks(tiles, present, BITS, WIDTH, RAGGED)
+    up_words = words
+    if SILU:
+        tiles = w_ptr + up_rows[:, None].to(tl.int64) * (COLUMNS * PARTS) + at[None, :]
+        up_words = load_chunks(tiles, present, BITS, WIDTH, RAGGED)
+    groups = STEP * BLOCK_W + tl.arange(0, BLOCK_W // REDUCE) * REDUCE
+    groups = groups // WIDTH * (FIELDS * WIDTH)
+    scales, up_scales = (), ()
+    for shared in tl.static_range(0, FIELDS, SHARED):
+        if GROUP > 0:
+            group = tl.minimum((groups + shared * WIDTH) * HALVES // GROUP, GROUPS - 1)[:, None]
+        else:
+            group = groups[:, None] * 0
+        places = (rows // ROW_BLOCK * GROUPS)[None, :] + group
+        scales = scales + _load_scales(places, scales_ptr, shifts_ptr, SCALED, SHIFT)
+        if SILU:
+            places = (up_rows // ROW_BLOCK * GROUPS)[None, :] + group
+            up_scales = up_scales + _load_scales(places, scales_ptr, shifts_ptr, SCALED, SHIFT)
+    if WAIT:
+        gdc_wait()
+    start = columns // WIDTH * (FIELDS * WIDTH) + columns % WIDTH
+    if HALF:
+        powers, inverse = _powers(x_ptr, start, FIELDS, WIDTH, PAIRS, BITS, REDUCE, MASKED)
+    for shared in tl.static_range(0, FIELDS, SHARED):
+        if HALF:
+            part, up_part, of_inputs = _half_products(
+                x_ptr, start, powers, inverse, words[0], up_words[0],
+                shared, SHARED, WIDTH, PAIRS, BITS, REDUCE, MASKED, CENTER, SILU,
+            )  # fmt: skip
+        else:
+            part, up_part, of_inputs = _products(
+                x_ptr, start, words, up_words, tables, up_tables, shared, SHARED, WIDTH, PAIRS,
+                BITS, REDUCE, MASKED, ZERO, TABLE, SHIFT != 0, SILU,
+            )  # fmt: skip
+        acc = _add_scaled(acc, part, of_inputs, scales, shared // SHARED, SCALED, SHIFT, TAKEN)
+        if SILU:
+            up_acc = _add_scaled(
+                up_acc, up_part, of_inputs, up_scales, shared // SHARED, SCALED, SHIFT, TAKEN
+            )
+    return acc, up_acc
 
 
 @triton.jit
@@ -136,124 +281,22 @@ def packed_gemv_kernel(
     a thread's words are added up in FP16, two at a time."""
     if PDL == 1:
         gdc_launch_dependents()
-    FIELDS: tl.constexpr = fields_of(BITS)
-    PARTS: tl.constexpr = words_of(BITS)
-    HALVES: tl.constexpr = 1 if BITS == 0 else 2
-    SHARED: tl.constexpr = shared_fields(BITS, WIDTH * HALVES, GROUP)
-    OFFSET: tl.constexpr = BITS > 0 and TABLE == 0
     SCALED: tl.constexpr = SCALE and GROUP > 0  # else in the end
-    ROW_WORDS: tl.constexpr = COLUMNS * PARTS
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < n
     rows = tl.minimum(rows, n - 1)  # so that loads need no mask
     up_rows = rows + n
-    table_rows = table_ptr + (rows * (1 << BITS))[:, None] if TABLE == 2 else table_ptr
+    tables = table_ptr + (rows * (1 << BITS))[:, None] if TABLE == 2 else table_ptr
     up_tables = table_ptr + (up_rows * (1 << BITS))[:, None] if TABLE == 2 else table_ptr
     acc = tl.zeros((BLOCK_N, BLOCK_W // REDUCE), tl.float32)
     up_acc = tl.zeros((BLOCK_N, BLOCK_W // REDUCE), tl.float32)
-    CENTER: tl.constexpr = (1 << (BITS - 1)) if SHIFT == 1 else ZERO
     STEPS: tl.constexpr = (COLUMNS + BLOCK_W - 1) // BLOCK_W
-    for i in tl.static_range(STEPS):
-        columns = i * BLOCK_W + tl.arange(0, BLOCK_W)
-        if PARTS == 1:
-            at = columns
-        else:
-            at = columns // WIDTH * (PARTS * WIDTH) + columns % WIDTH
-        present = (columns < COLUMNS)[None, :]
-        tiles = w_ptr + rows[:, None].to(tl.int64) * ROW_WORDS + at[None, :]
-        first, second, high = load_chunks(tiles, present, BITS, WIDTH, (i + 1) * BLOCK_W > COLUMNS)
-        if SILU:
-            tiles += tl.cast(n, tl.int64) * ROW_WORDS
-            up_first, up_second, up_high = load_chunks(
-                tiles, present, BITS, WIDTH, (i + 1) * BLOCK_W > COLUMNS
-            )
-        if i == 0 and PDL != 0:
-            gdc_wait()
-        start = columns // WIDTH * (FIELDS * WIDTH) + columns % WIDTH
-        groups = i * BLOCK_W + tl.arange(0, BLOCK_W // REDUCE) * REDUCE
-        groups = groups // WIDTH * (FIELDS * WIDTH)
-        if HALF:
-            powers, inverse = _powers(
-                x_ptr, start, FIELDS, WIDTH, PAIRS, BITS, REDUCE,
-                (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
-            )  # fmt: skip
-        for shared in tl.static_range(0, FIELDS, SHARED):
-            sums = tl.zeros((BLOCK_W,), tl.float32)
-            shift_sums = tl.zeros((BLOCK_W,), tl.float32)
-            if HALF:
-                half_total = tl.zeros((BLOCK_N, BLOCK_W), tl.int32 if COMPILED else tl.float32)
-                up_half_total = half_total
-                for field in tl.static_range(shared, shared + SHARED):
-                    even = _inputs(
-                        x_ptr, start, field, 0, WIDTH, PAIRS, BITS,
-                        (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
-                    )  # fmt: skip
-                    odd = _inputs(
-                        x_ptr, start, field, 1, WIDTH, PAIRS, BITS,
-                        (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
-                    )  # fmt: skip
-                    if SHIFT != 0:
-                        shift_sums += even + odd
-                    pair, pair_odd = half_pairs(even * inverse, odd * inverse)
-                    half_total = add_half_products(
-                        half_total, first, pair[None, :], pair_odd[None, :], field, BITS, CENTER
-                    )
-                    if SILU:
-                        up_half_total = add_half_products(
-                            up_half_total, up_first, pair[None, :], pair_odd[None, :], field, BITS,
-                            CENTER,
-                        )  # fmt: skip
-            else:
-                if OFFSET or SHIFT != 0:
-                    for field in tl.static_range(shared, shared + SHARED):
-                        for half in tl.static_range(HALVES):
-                            x = _inputs(
-                                x_ptr, start, field, half, WIDTH, PAIRS, BITS,
-                                (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
-                            )  # fmt: skip
-                            sums -= x * (offset(field, half, BITS) + ZERO)
-                            shift_sums += x
-                products = tl.broadcast_to(sums[None, :], (BLOCK_N, BLOCK_W))
-                up_products = products
-                for field in tl.static_range(shared, shared + SHARED):
-                    for half in tl.static_range(HALVES):
-                        x = _inputs(
-                            x_ptr, start, field, half, WIDTH, PAIRS, BITS,
-                            (i + 1) * BLOCK_W > COLUMNS or COLUMNS * FIELDS > PAIRS,
-                        )[None, :]  # fmt: skip
-                        found = numbers(first, second, high, table_rows, field, half, BITS, TABLE)
-                        products += found * x
-                        if SILU:
-                            found = numbers(
-                                up_first, up_second, up_high, up_tables, field, half, BITS, TABLE
-                            )
-                            up_products += found * x
-            if GROUP > 0:
-                group = tl.minimum((groups + shared * WIDTH) * HALVES // GROUP, GROUPS - 1)
-            else:
-                group = groups * 0
-            places = (rows // ROW_BLOCK * GROUPS)[None, :] + group[:, None]
-            if HALF:
-                acc = _add_scaled_half(
-                    acc, half_total, powers, shift_sums, places, scales_ptr, shifts_ptr,
-                    REDUCE, SCALED, SHIFT, CENTER,
-                )  # fmt: skip
-            else:
-                acc = _add_scaled(
-                    acc, products, shift_sums, places, scales_ptr, shifts_ptr, REDUCE, SCALED, SHIFT
-                )
-            if SILU:
-                places = (up_rows // ROW_BLOCK * GROUPS)[None, :] + group[:, None]
-                if HALF:
-                    up_acc = _add_scaled_half(
-                        up_acc, up_half_total, powers, shift_sums, places, scales_ptr, shifts_ptr,
-                        REDUCE, SCALED, SHIFT, CENTER,
-                    )  # fmt: skip
-                else:
-                    up_acc = _add_scaled(
-                        up_acc, up_products, shift_sums, places, scales_ptr, shifts_ptr,
-                        REDUCE, SCALED, SHIFT,
-                    )  # fmt: skip
+    for step in tl.static_range(STEPS):
+        acc, up_acc = _add_words(
+            acc, up_acc, x_ptr, w_ptr, scales_ptr, shifts_ptr, tables, up_tables, rows, up_rows,
+            step, PAIRS, COLUMNS, WIDTH, BITS, GROUP, GROUPS, ROW_BLOCK, ZERO, SHIFT, TABLE, SCALED,
+            BLOCK_W, REDUCE, SILU, HALF, step == 0 and PDL != 0,
+        )  # fmt: skip
     if PDL == 2:
         gdc_launch_dependents()
 

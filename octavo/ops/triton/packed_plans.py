@@ -1,7 +1,7 @@
 """Which kernel multiplies packed weights, by kind, shape and the number of rows.
 
-As in ``plans.py``: what was measured on an H200 (``benchmarks/gpu/tune_quantized.py``), and a rule
-of thumb for all else.
+As in ``plans.py``: what was measured on an H200 (``benchmarks/gpu/tune_quantized.py``, and inside
+decode steps ``benchmarks/gpu/step.py``), and a rule of thumb for all else.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class PackedPlan:
 
 
 EXPAND = PackedPlan("expand")
+ROUNDED = "rounded"  # the kind, in the table, of products of weights and inputs of 8 bits
 
 
 def rows_of_tile(layout: Layout) -> int:
@@ -136,8 +137,25 @@ def _gemv_rule(layout: Layout, silu: bool) -> PackedPlan:
     return PackedPlan("gemv", 4, 256, 2, half=True)
 
 
-def rounded_plan(layout: Layout, n: int, epilogue: Epilogue, rows: int, hopper: bool) -> PackedPlan:
+def tile_of(rows: int) -> int:
+    """Rows of a tile of inputs of 8 bits."""
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+
+
+def rounded_plan(
+    layout: Layout,
+    n: int,
+    epilogue: Epilogue,
+    rows: int,
+    hopper: bool,
+    table: Table | None = None,
+) -> PackedPlan:
     """The plan of products of weights and inputs of 8 bits."""
+    if hopper and rows <= 64:
+        table = shipped_table() if table is None else table
+        found = table.get((ROUNDED, Shape(n, layout.inputs, epilogue), tile_of(rows)))
+        if found is not None and layout.group == 0:
+            return found
     if epilogue == "silu_mul" and n >= 128 * PROCESSORS:
         block_n = 64 if rows <= 32 else 128
         return PackedPlan("skinny", block_n, 128, 4, 4 if hopper else 2)
