@@ -135,6 +135,11 @@ def reserve(packed: Packed, dtype: torch.dtype) -> None:
         _scratch[key] = torch.empty(size, dtype=dtype, device=packed.words.device)
 
 
+def reserved_bytes() -> int:
+    """Of the memory that linears share."""
+    return sum(memory.nbytes for memory in _scratch.values())
+
+
 def scratch(packed: Packed, dtype: torch.dtype, rows: int) -> Tensor:
     """[rows, inputs] of the shared memory: until the next linear is called."""
     flat = _scratch[(packed.words.device, dtype)]

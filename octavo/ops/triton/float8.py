@@ -47,8 +47,7 @@ class Float8Linear:
     def __init__(
         self, weight: Float8Weight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> None:
-        self.plain = PackedLinear(pack(weight), bias, epilogue, dtype)
-        packed = self.plain.packed
+        packed = pack(weight)
         layout = packed.layout
         self.packed, self.epilogue, self.dtype, self.bias = packed, epilogue, dtype, bias
         self.silu = epilogue == "silu_mul"
@@ -59,6 +58,7 @@ class Float8Linear:
         self.is_rounded = packed.words.dtype == E4M3 and packed.gather is None and is_even
         self._own, self._multiply = self._ways(weight)
         self.takes_gates = self.is_rounded and self._multiply is not None
+        self.plain = PackedLinear(packed, bias, epilogue, dtype, expands=not self.takes_gates)
         self.use(lambda rows: rounded_plan(layout, packed.rows, epilogue, rows, launch.has_wgmma()))
 
     def use(self, plan: Callable[[int], PackedPlan]) -> None:

@@ -266,7 +266,7 @@ def _words(codes: Tensor, layout: Layout) -> Tensor:
 
 def _joined_fields(planes: Tensor, bits: int) -> Tensor:
     """planes: uint8 [out, chunks, fields, width]. int16 [out, chunks, width]."""
-    words = planes[:, :, 0].int()
+    words = planes[:, :, 0].to(torch.int16)  # of 16 bits from the start: a GPU holds few copies
     for field in range(1, planes.shape[2]):
-        words |= planes[:, :, field].int() << (bits * field)
-    return words.to(torch.int16)
+        words |= planes[:, :, field].to(torch.int16).bitwise_left_shift_(bits * field)
+    return words

@@ -37,13 +37,20 @@ class PackedLinear:
     """Of one packed weight. ``plans``: the kernel for each bucket of rows."""
 
     def __init__(
-        self, packed: Packed, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+        self,
+        packed: Packed,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+        expands: bool = True,
     ) -> None:
+        """``expands``: there may be more rows than own products take."""
         self.packed, self.bias, self.epilogue, self.dtype = packed, bias, epilogue, dtype
         self.silu = epilogue == "silu_mul"
         self.out_features = packed.rows // (2 if self.silu else 1)
         self.rows_of_tile = rows_of_tile(packed.layout)
-        reserve(packed, dtype)
+        if expands:
+            reserve(packed, dtype)
         self._places: Tensor | None = None  # of each input in the packed weight
         if packed.gather is not None:
             present = (packed.gather >= 0).nonzero()[:, 0]
