@@ -130,7 +130,7 @@ def _encodings(body: dict[str, Any], rng: random.Random) -> bytes:
     if way == 1:
         return text.encode("latin-1", "replace")
     if way == 2:
-        return gzip.compress(text.encode())
+        return gzip.compress(text.encode(), mtime=0)
     raw = bytearray(text.encode())
     for _ in range(rng.randint(1, 3)):
         raw.insert(rng.randrange(len(raw)), rng.choice((0x80, 0xC0, 0xED, 0xF5, 0xFF, 0)))
