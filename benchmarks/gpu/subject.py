@@ -18,7 +18,7 @@ from benchmarks.gpu import workload
 from benchmarks.gpu.workload import ROWS, Row
 from octavo import LLM, SamplingParams
 from octavo.cli.bench.latency import profile_report
-from octavo.cli.console import process_age
+from octavo.machine import process_age
 
 
 def run(llm: LLM, work: list[Work]) -> float:
