@@ -32,6 +32,8 @@ SMALLEST_SHARE = 0.05
 LEAST_GAIN = 1.02
 # Steps that a request rests, doubled each time; guesses with which it tries again.
 SHORTEST_REST, LONGEST_REST, TRIED = 4, 256, 2
+# What tries may cost, as a share of all time; saved up to so many steps' worth.
+TRIES_SHARE, FIRST_SAVED, MOST_SAVED = 0.01, 0.5, 4.0
 # Steps after which one without guesses is due, so that it is known what they are compared with.
 PLAIN_STEPS = 64
 
@@ -77,6 +79,7 @@ class Speculation:
         self._accepted = np.zeros(max_num_seqs, dtype=np.int64)
         self._common = np.array([FIRST_CHANCE, 1.0])  # decayed counts of all requests
         self._since_plain = 0
+        self._credit = FIRST_SAVED  # steps' worth of time that tries may take
         self._group_rest = self._group_resting = 0  # of all rows, where they are drawn at once
         self._places = np.arange(1, most + 1)
 
@@ -113,6 +116,7 @@ class Speculation:
         most = np.minimum(room, self._allowed[slots])
         if not len(slots) or budget <= 0 or (most < 0).any() or not most.any():
             return none
+        self._credit = min(self._credit + TRIES_SHARE, MOST_SAVED)
         self._since_plain += 1
         if self._since_plain > PLAIN_STEPS:
             self._since_plain = 0
@@ -182,7 +186,7 @@ class Speculation:
     ) -> None:
         """Rows without guesses rest. One of those that have rested before tries some guesses."""
         rested = resting & (self._resting[slots] > 0)
-        if rested.any() and budget >= TRIED:
+        if rested.any() and budget >= TRIED and self._may_try(len(slots), TRIED):
             row = int(rested.argmax())
             chosen[row] = min(TRIED, int(most[row]))
             self._begin_rest(slots[row : row + 1])
@@ -193,6 +197,15 @@ class Speculation:
         later = slots[resting & rested]
         self._rest[later] = 1  # one tries in a step
 
+    def _may_try(self, num_rows: int, num_guesses: int) -> bool:
+        """Whether so many guesses may be made of which nothing is expected; they are paid for."""
+        seconds = self._cost.seconds(num_rows, np.array([0.0, num_guesses]))
+        price = 0.0 if seconds is None else float(seconds[1] / seconds[0]) - 1
+        if price > self._credit:
+            return False
+        self._credit -= price
+        return True
+
     def _take_turns(self, chosen: Int32, most: Int32, budget: int) -> None:
         """Where guesses of one row cost as much as those of all, all rest and try together."""
         if chosen.any():
@@ -200,8 +213,9 @@ class Speculation:
         elif self._group_rest:
             self._group_rest -= 1
         else:
+            tried = TRIED * len(chosen)
             room = min(budget, self._at_once - len(chosen))
-            if self._group_resting and room >= TRIED * len(chosen):
+            if self._group_resting and room >= tried and self._may_try(len(chosen), tried):
                 chosen[:] = np.minimum(TRIED, most)
             self._group_resting = min(max(2 * self._group_resting, SHORTEST_REST), PLAIN_STEPS)
             self._group_rest = self._group_resting

@@ -1,21 +1,23 @@
 """VerifyCosts: what guesses add to a decode step on this machine, learnt while serving.
 
-Two tables of averages: steps without guesses by their rows, steps with some by their tokens (rows
+Two tables of medians: steps without guesses by their rows, steps with some by their tokens (rows
 and guesses), in which a draft model's own time is included. Between entries times are interpolated;
 beyond the largest a guess is taken to be free until one was tried.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
+
 import numpy as np
 from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
 
-SMOOTHING = 0.2
-# The first steps of a size may compile or capture something: the shortest of so many counts. Later
-# ones count as so many times the average at most.
-FIRST, MOST_LIKELY = 3, 2.0
+# A size's entry is the median of its last steps: of an average, one step that waited for something
+# else would be a part for long. Of its first ones, which may compile something, the shortest.
+KEPT, FIRST = 9, 3
 EXACT = 32  # sizes up to this have an entry each, larger ones share (eight to a power of two)
 
 
@@ -52,25 +54,22 @@ class _Table:
     """Seconds by size; larger sizes never take less."""
 
     def __init__(self) -> None:
-        self._averages: dict[int, float] = {}
-        self._counts: dict[int, int] = {}
+        self._steps: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
         self._sizes = self._seconds = np.zeros(0)
 
     def __bool__(self) -> bool:
-        return bool(self._averages)
+        return bool(self._medians)
 
     def knows(self, size: int) -> bool:
-        return _rounded(size) in self._averages
+        return _rounded(size) in self._medians
 
     def observe(self, size: int, seconds: float) -> None:
         size = _rounded(size)
-        old = self._averages.get(size, seconds)
-        count = self._counts[size] = self._counts.get(size, 0) + 1
-        if count <= FIRST:
-            self._averages[size] = min(old, seconds)
-        else:
-            self._averages[size] = old + SMOOTHING * (min(seconds, MOST_LIKELY * old) - old)
-        entries = np.array(sorted(self._averages.items()))
+        steps = self._steps.setdefault(size, deque(maxlen=KEPT))
+        steps.append(seconds)
+        self._medians[size] = min(steps) if len(steps) <= FIRST else median(steps)
+        entries = np.array(sorted(self._medians.items()))
         self._sizes, self._seconds = entries[:, 0], np.maximum.accumulate(entries[:, 1])
 
     def at(self, sizes: Float64) -> Float64:

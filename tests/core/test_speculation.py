@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.core import speculation as core
 from octavo.core.speculation import LONGEST_REST, PLAIN_STEPS, SHORTEST_REST, TRIED, Speculation
 from octavo.engine.verify_cost import VerifyCosts
 from tests.core.harness import Harness
@@ -115,7 +116,26 @@ def test_a_guess_that_promises_next_to_nothing_is_not_made():
     assert choose(entered(1, 1, Linear(0.4)), room=(9,)) == [1]
 
 
-def test_rows_rest_and_try_again_after_ever_longer_pauses():
+@pytest.fixture
+def free_tries(monkeypatch):
+    """Whatever they cost."""
+    monkeypatch.setattr(core, "TRIES_SHARE", 1e3)
+    monkeypatch.setattr(core, "MOST_SAVED", 1e6)
+
+
+def test_tries_take_a_small_share_of_the_time():
+    speculation = entered(4, 1, Linear(0.6))
+    speculation._right[0] = 0.0
+    spent = 0.0
+    for _ in range(4000):
+        (count,) = choose(speculation, room=(9,))
+        if count:
+            spent += 0.6 * count
+            speculation.observe(np.array([0]), int32(count), int32(count), int32(0))
+    assert 0 < spent <= core.FIRST_SAVED + 4000 * core.TRIES_SHARE
+
+
+def test_rows_rest_and_try_again_after_ever_longer_pauses(free_tries):
     speculation = entered(4, 1, Linear(10.0))
     tries = []
     for step in range(1200):
@@ -129,7 +149,7 @@ def test_rows_rest_and_try_again_after_ever_longer_pauses():
     assert len(gaps) > 8 and abs(gaps - expected - 1).max() <= 2  # now and then a plain step
 
 
-def test_one_row_tries_in_a_step_and_what_it_tries_may_end_its_rest():
+def test_one_row_tries_in_a_step_and_what_it_tries_may_end_its_rest(free_tries):
     cost = Linear(10.0)
     speculation = entered(4, 3, cost)
     for _ in range(100):
@@ -240,7 +260,7 @@ def test_drawn_at_once_some_requests_have_none_and_some_let_none_beside_them(par
     assert choose(each) == [4, 4, 4]
 
 
-def test_drawn_at_once_all_rows_rest_and_try_together():
+def test_drawn_at_once_all_rows_rest_and_try_together(free_tries):
     speculation = entered(4, 3, Linear(10.0), at_once=99)
     tries = []
     for step in range(400):
@@ -288,8 +308,9 @@ def test_the_first_steps_of_a_size_may_take_longer_and_later_ones_count_little()
 
     assert after(9.0) == 9.0
     assert after(1.0, 5.0) == 1.0  # of three the shortest
-    assert after(1.5) == pytest.approx(1.1)
-    assert after(50.0) == pytest.approx(1.32)  # as twice the average
+    assert after(1.5) == 3.25  # then their median
+    assert after(50.0) == 5.0
+    assert after(1.2, 1.3, 1.1, 1.2) == 1.3  # of the last nine
 
 
 def test_large_sizes_share_an_entry():
