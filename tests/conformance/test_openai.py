@@ -63,7 +63,8 @@ def test_the_packages_own_stream_helper_puts_the_answer_together(demo: Server):
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert {"chunk", "content.delta", "content.done"} <= kinds
-    assert "assist" in final.choices[0].message.content
+    said = final.choices[0].message.content
+    assert "assist" in said or "help" in said
     assert final.choices[0].finish_reason == "stop"
 
 
