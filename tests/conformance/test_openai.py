@@ -27,12 +27,19 @@ def client_of(server: Server, kind: Any = None) -> Any:
     return kind(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
+def raw_answer(server: Server) -> str:
+    """What the server says to ASK without any package between. Which words those are depends on
+    the kernels of the CPU: int8 inputs round differently where two words are nearly as likely."""
+    answer = server.client.post("/v1/chat/completions", json=ASK).json()
+    return str(answer["choices"][0]["message"]["content"])
+
+
 def test_whole_and_streamed_and_asynchronous_answers_are_one(demo: Server):
     client = client_of(demo)
     assert [model.id for model in client.models.list()] == ["demo"]
     whole = client.chat.completions.create(**ASK)
     text = whole.choices[0].message.content
-    assert "assist" in text or "help" in text  # kernels of other CPUs round otherwise
+    assert text and text == raw_answer(demo)
     stream = client.chat.completions.create(
         **ASK, stream=True, stream_options={"include_usage": True}
     )
@@ -63,8 +70,7 @@ def test_the_packages_own_stream_helper_puts_the_answer_together(demo: Server):
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert {"chunk", "content.delta", "content.done"} <= kinds
-    said = final.choices[0].message.content
-    assert "assist" in said or "help" in said
+    assert final.choices[0].message.content == raw_answer(demo)
     assert final.choices[0].finish_reason == "stop"
 
 
