@@ -107,7 +107,8 @@ def _embedding_bytes(
     head = rounding.bytes_of(*shape) if rounding else packed
     if not stage.is_first or (is_quantized and on_cpu):  # rows are read from the head's
         return head
-    if not (is_quantized or on_cpu or rounding):
+    packs = on_cpu and model.implementations["linear"] == "native"
+    if not (is_quantized or packs or rounding):
         return dense  # the same tensor
     return dense + head
 
