@@ -155,22 +155,6 @@ class Matcher:
         else:
             self._recover()
 
-    def rollback(self, count: int) -> None:
-        """Takes the last ``count`` consumed tokens back; an end or a failure that they brought goes
-        with them."""
-        if count <= 0:
-            return
-        self._computed = None
-        kept = self._ids[:-count]
-        dropped = self._ids[len(kept) :]
-        inside = self._first >= 0 and len(kept) >= self._first
-        self.ended, self.failure, self.told = False, "", False
-        plain = inside and self._eos.isdisjoint(dropped) and not self._inner.is_error()
-        if plain and self._inner.rollback(len(dropped)):
-            self._ids = kept
-        else:
-            self._replay(kept)
-
     def _pass_gate(self, token: int) -> None:
         assert self._gate is not None
         if token in self._eos:

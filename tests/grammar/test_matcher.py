@@ -120,26 +120,6 @@ def test_an_id_is_allowed_exactly_where_it_can_be_consumed(params: StructuredOut
         found.consume(ids[-1])
 
 
-@pytest.mark.parametrize("params", CONSTRAINTS, ids=lambda params: params.kind)
-def test_after_a_rollback_it_goes_on_as_if_nothing_had_come(
-    params: StructuredOutputsParams,
-) -> None:
-    rng = random.Random(5)
-    found, ids = walks.matcher(params), []
-    for _ in range(60):
-        may = allowed(found)
-        if may is None or (ids and rng.random() < 0.4):
-            count = rng.randint(1, min(len(ids), 5))
-            found.rollback(count)
-            del ids[len(ids) - count :]
-        else:
-            ids.append(rng.choice(may))
-            found.consume(ids[-1])
-        fresh = walks.matcher(params, output_ids=ids)
-        assert (found.ended, found.failure) == (fresh.ended, fresh.failure)
-        assert allowed(found) == allowed(fresh)
-
-
 def test_masks_made_together_are_those_made_alone() -> None:
     rng = random.Random(6)
     pairs = []
@@ -183,8 +163,6 @@ def test_an_eos_that_is_not_special_is_no_text_and_may_be_named() -> None:
     assert found.fill(mask) and mask[0] == 0b1000
     found.consume(3)
     assert found.ended and not found.failure
-    found.rollback(1)
-    assert found.fill(mask) and mask[0] == 0b1000 and not found.ended
     more = walks.text_of(StructuredOutputsParams(grammar='start: "a" <e> "b"'))
     assert "before the grammar" in grammars.matcher(more, [0, 3]).failure
 
