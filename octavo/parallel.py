@@ -132,16 +132,11 @@ class Comm:
         return x
 
 
-class SharedComm(Comm):
-    """Of ranks on one host, through memory that they share. What one sends to another goes by
-    gloo."""
+class ThroughMemory:
+    """Collectives of ranks that share memory."""
 
     recordable = True
-
-    def __init__(self, comm: Comm, shared: collectives.SharedGroup) -> None:
-        super().__init__(comm._group, comm.ranks, "shared memory")
-        self._shared = shared
-        Exchanges.shared.append(shared)
+    _shared: collectives.SharedGroup
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._shared.all_reduce(x)
@@ -153,6 +148,15 @@ class SharedComm(Comm):
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         self._shared.broadcast(x, source)
         return x
+
+
+class SharedComm(ThroughMemory, Comm):
+    """Of ranks on one host. What one sends to another goes by gloo."""
+
+    def __init__(self, comm: Comm, shared: collectives.SharedGroup) -> None:
+        super().__init__(comm._group, comm.ranks, "shared memory")
+        self._shared = shared
+        Exchanges.shared.append(shared)
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         own = torch.tensor([list(numbers)], dtype=torch.int64)

@@ -22,7 +22,7 @@ from octavo.core.plan import StepPlan, StepResult, decode, encode
 from octavo.grammar.grammars import Grammars
 from octavo.model.shard import TensorParallel
 from octavo.ops.native import collectives
-from octavo.parallel import Place, World
+from octavo.parallel import Place, ThroughMemory, World
 from octavo.types import Progress, StepProfile
 from octavo.worker.info import WorkerInfo
 from octavo.worker.runner import Runner
@@ -94,25 +94,12 @@ def shared_groups(size: int, timeout: float = 60.0) -> list[collectives.SharedGr
     ]
 
 
-class MemoryComm(ThreadComm):
-    """Through the memory that ranks of one host share."""
-
-    recordable = True
+class MemoryComm(ThroughMemory, ThreadComm):
+    """Of ranks that are threads."""
 
     def __init__(self, meeting: Meeting, rank: int, shared: collectives.SharedGroup) -> None:
         super().__init__(meeting, rank)
         self._shared = shared
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self._shared.all_reduce(x)
-        return x
-
-    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        return self._shared.all_gather(x, sizes)
-
-    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        self._shared.broadcast(x, source)
-        return x
 
 
 def worlds(tensor_size: int, pipeline_size: int = 1, through_memory: bool = False) -> list[World]:
