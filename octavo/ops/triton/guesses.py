@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton.launch import next_power_of_2
-from octavo.ops.triton.step import RECORD, StepBuffers
+from octavo.ops.triton.step import RECORD, StepBuffers, take_blocks
 
 _CHUNK = 1024
 _FAR = tl.constexpr(1 << 30)
@@ -114,28 +114,16 @@ def _begin_guesses(
     record = staged + row * RECORD
     slot = tl.load(record + 0)
     most = tl.load(record + 2) - 1
-    block_index = tl.load(record + 4)
-    new_blocks = tl.load(record + 5)
-    first_block = tl.load(record + 6)
     real = slot >= 0
     own = tl.maximum(slot, 0).to(tl.int64)
     length = tl.where(real, tl.load(lengths + own), 1)
     text = history + own * history_stride
     own_table = block_table + own * table_stride
     lane = tl.arange(0, CHUNK)
-
-    blocks = staged + num_rows * RECORD + first_block
-    for at in range(0, new_blocks, CHUNK):
-        inside = at + lane < new_blocks
-        ids = tl.load(blocks + at + lane, mask=inside, other=0)
-        tl.store(own_table + block_index + at + lane, ids, mask=inside)
-    tl.debug_barrier()  # the table's new entries are read below, by other threads
     end = length - 1 + QUERIES
     width = tl.where(real, (end + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
-    for at in range(0, width, CHUNK):
-        inside = at + lane < width
-        ids = tl.load(own_table + at + lane, mask=inside, other=0)
-        tl.store(block_tables + row.to(tl.int64) * batch_stride + at + lane, ids, mask=inside)
+    own_batch = block_tables + row.to(tl.int64) * batch_stride
+    take_blocks(record, staged + num_rows * RECORD, own_table, own_batch, width, CHUNK)
 
     # Where the longest suffix of the text stands before, the latest of equal ones.
     count = most

@@ -109,6 +109,25 @@ def place(history: Tensor, ids: Tensor, bounds: Tensor, slots: Tensor) -> None:
     _place[(len(slots),)](history, history.stride(0), ids, bounds, slots, CHUNK=_CHUNK, num_warps=4)
 
 
+@triton.jit
+def take_blocks(record, new_ids, own_table, own_batch, width, CHUNK: tl.constexpr):
+    """Puts a row's new blocks into its slot's table, and the first ``width`` entries of that into
+    the batch's. ``new_ids``: of all rows."""
+    lane = tl.arange(0, CHUNK)
+    block_index = tl.load(record + 4)
+    new_blocks = tl.load(record + 5)
+    blocks = new_ids + tl.load(record + 6)
+    for at in range(0, new_blocks, CHUNK):
+        inside = at + lane < new_blocks
+        ids = tl.load(blocks + at + lane, mask=inside, other=0)
+        tl.store(own_table + block_index + at + lane, ids, mask=inside)
+    tl.debug_barrier()  # the table's new entries are read below, by other threads
+    for at in range(0, width, CHUNK):
+        inside = at + lane < width
+        ids = tl.load(own_table + at + lane, mask=inside, other=0)
+        tl.store(own_batch + at + lane, ids, mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _begin_rows(
     staged,
@@ -139,9 +158,6 @@ def _begin_rows(
     start = tl.load(record + 1)
     count = tl.load(record + 2)
     first = tl.load(record + 3)
-    block_index = tl.load(record + 4)
-    new_blocks = tl.load(record + 5)
-    first_block = tl.load(record + 6)
     draws = tl.load(record + 7)
     real = slot >= 0
     if FROM_LENGTHS:
@@ -155,18 +171,9 @@ def _begin_rows(
     own_history = history + tl.maximum(slot, 0).to(tl.int64) * history_stride
     own_table = block_table + tl.maximum(slot, 0).to(tl.int64) * table_stride
 
-    blocks = staged + num_rows * RECORD + first_block
-    for at in range(0, new_blocks, CHUNK):
-        inside = at + lane < new_blocks
-        ids = tl.load(blocks + at + lane, mask=inside, other=0)
-        tl.store(own_table + block_index + at + lane, ids, mask=inside)
-    tl.debug_barrier()  # the table's new entries are read below, by other threads
-
     width = tl.where(real, (end + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
-    for at in range(0, width, CHUNK):
-        inside = at + lane < width
-        ids = tl.load(own_table + at + lane, mask=inside, other=0)
-        tl.store(block_tables + row.to(tl.int64) * batch_stride + at + lane, ids, mask=inside)
+    own_batch = block_tables + row.to(tl.int64) * batch_stride
+    take_blocks(record, staged + num_rows * RECORD, own_table, own_batch, width, CHUNK)
 
     for at in range(0, count, CHUNK):
         inside = at + lane < count
