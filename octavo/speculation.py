@@ -203,6 +203,11 @@ def _check_together(found: Speculating) -> None:
         raise ConfigError(f"speculative method {name} takes no draft_layers: choose draft_layers")
 
 
+def reason(wanted: Speculating | None) -> dict[str, str]:
+    """For what a start tells of its settings."""
+    return {} if wanted is None else {"speculation": str(wanted)}
+
+
 def most_draws(max_num_seqs: int, most: int) -> int:
     """Tokens that a GPU draws in a step, where rows bring up to ``most`` guesses."""
     return max(max_num_seqs, min(MOST_DRAWS, max_num_seqs * (most + 1)))

@@ -115,6 +115,13 @@ class StepResult:
     num_drafted: Int32 | None = None  # [n] guesses that were computed; None without speculation
 
 
+def laid_out(counts: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Row and place in it of each of sum(counts) items, where row i has ``counts[i]`` [n] of
+    them."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 T = TypeVar("T", StepPlan, StepResult)
 
 

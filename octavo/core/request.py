@@ -109,9 +109,8 @@ class Request:
         self.state = State.WAITING
         self.num_preemptions = 0
         self.num_cached_tokens = 0
-        self.num_drafts = self.num_accepted_drafts = (
-            0  # guesses computed, and those that were right
-        )
+        self.num_drafts = 0  # guesses that were computed for it
+        self.num_accepted_drafts = 0  # … and that were right
         self.tenant, self.weight = tenant, weight
         self.num_charged = 0  # of its tokens, while it runs (core.fair)
         self.timings = RequestTimings(arrival=arrival)

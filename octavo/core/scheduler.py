@@ -18,6 +18,7 @@ import numpy as np
 from octavo.core.block_pool import BlockPool, PrefixMatch
 from octavo.core.events import Counters, Event, EventKind, EventSink, ignore
 from octavo.core.groups import Groups
+from octavo.core.guesses import Guesses
 from octavo.core.in_flight import InFlight, Issued
 from octavo.core.plan import Int32, StepPlan, StepResult
 from octavo.core.plan_builder import PlanBuilder
@@ -70,7 +71,7 @@ class Update:
     """What a step's result changed."""
 
     plan: StepPlan
-    rows: Index  # [m] rows that drew a token for a live request
+    rows: Index  # [m] the row of each token that was drawn for a live request
     handles: np.ndarray  # int64 [m]
     tokens: Int32  # [m]
     finished: list[Request]
@@ -103,6 +104,9 @@ class Scheduler:
         self.waiting.watch(self.running)
         self.counters = Counters()
         self.eos_ids = sorted(set(eos_ids))
+        self._guesses: Guesses | None = None
+        if speculation is not None:
+            self._guesses = Guesses(speculation, self.running, pool, self.eos_ids)
         self._clock = clock
         self._cost = cost or NoLimit()
         self._on_event = on_event
@@ -197,11 +201,11 @@ class Scheduler:
         builder = PlanBuilder(self.running)
         rows, counts, budget, chunk_budget = self._share_budget()
         drafts = None
-        if self.speculation is not None:
-            drafts = self._choose_drafts(self.speculation, rows, counts, budget)
+        if self._guesses is not None:
+            drafts = self._guesses.choose(rows, counts, budget)
             counts = counts + drafts
             budget -= int(drafts.sum())
-            if self._guesses_hold_blocks(rows, counts):
+            if self._guesses.hold_blocks(rows, counts, (i.plan for i in self._in_flight)):
                 return None
         rows, counts, preempted = self._extend_tables(rows, counts, builder)
         if preempted and drafts is not None:
@@ -330,31 +334,6 @@ class Scheduler:
             running.at(slot).blocks += blocks[taken : taken + count]
             taken += count
         return rows, counts, preempted
-
-    def _choose_drafts(
-        self, speculation: Speculation, rows: Index, counts: Int32, budget: int
-    ) -> Int32:
-        """Most guesses of each row, [n]: of those that decode, within the budget and their own
-        limits. Nobody is preempted for guesses: none where there are too few blocks for all."""
-        running = self.running
-        totals = running.total[rows]
-        room = np.where(totals - running.computed[rows] == 1, running.limit[rows] - totals - 1, -1)
-        drafts = speculation.choose(rows, room, budget)
-        if self._missing_blocks(rows, counts + drafts) > self.pool.num_free:
-            return np.zeros(len(rows), dtype=np.int32)
-        return drafts
-
-    def _guesses_hold_blocks(self, rows: Index, counts: Int32) -> bool:
-        """Whether there are too few blocks, and a result due may give some back: then no row is
-        preempted before it has come."""
-        if self._missing_blocks(rows, counts) <= self.pool.num_free:
-            return False
-        return any(issued.plan.most_drafts for issued in self._in_flight)
-
-    def _missing_blocks(self, rows: Index, counts: Int32) -> int:
-        """Of rows that outgrow theirs."""
-        over = self.running.computed[rows] + counts - self.running.capacity[rows]
-        return int(np.maximum(-(-over // self.pool.block_size), 0).sum())
 
     def _preempt(self, slot: int) -> None:
         """Recompute later: the request goes back to the queue with its tokens, without blocks."""
@@ -501,17 +480,17 @@ class Scheduler:
         if np.count_nonzero(drew) < plan.num_rows:
             rows = drew.nonzero()[0]
             slots, tokens = slots[rows], tokens[rows]
-        last, own_rows = tokens, rows
-        if plan.num_drafts is None:
+        last = tokens
+        if self._guesses is None:
             place = running.known[slots]
             known = place + 1
             running.tokens[slots, place] = tokens
         else:
-            own_rows, tokens, last, known = self._take_runs(result, plan, rows, slots)
+            rows, tokens, last, known = self._guesses.take_runs(result, plan, rows, slots)
         running.known[slots] = known
         if running.undrawn:
             self._stamp_first_tokens(slots)
-        handles = running.handles[plan.slots[own_rows] if plan.num_drafts is not None else slots]
+        handles = running.handles[issued.slots[rows]]
         row_handles = self._prompt_logprob_handles(result, issued, live)
         # One that was preempted computes its vector anew.
         pooled = {row: int(running.handles[plan.slots[row]]) for row in result.pooled if live[row]}
@@ -523,70 +502,11 @@ class Scheduler:
         adopted = self._adopt_orphans(result, issued, finished)
         if adopted:
             extra, late, owners = map(np.array, zip(*adopted))
-            own_rows = np.concatenate([own_rows, extra])
+            rows = np.concatenate([rows, extra])
             tokens = np.concatenate([tokens, late.astype(np.int32)])
             handles = np.concatenate([handles, owners.astype(np.int64)])
         self.counters.generation_tokens += len(tokens)
-        return Update(plan, own_rows, handles, tokens, finished, row_handles, pooled)
-
-    def _take_runs(
-        self, result: StepResult, plan: StepPlan, rows: Index, slots: Index
-    ) -> tuple[Index, Int32, Int32, Int32]:
-        """What rows drew that may have brought guesses: several tokens each, up to the one that
-        ends a request; what wrong guesses had taken is given back. Returns (row of each token,
-        tokens, the last one of each row, tokens known of each row)."""
-        running, speculation = self.running, self.speculation
-        assert plan.num_drafts is not None and speculation is not None
-        place, accepted = running.known[slots], result.num_accepted[rows]
-        runs = result.tokens[rows]
-        counts = self._up_to_ending(slots, runs, accepted)
-        asked = plan.num_drafts[rows]
-        if result.num_drafted is not None:
-            speculation.observe(slots, asked, result.num_drafted[rows], accepted - 1)
-        missing = asked + 1 - accepted
-        if missing.any():
-            running.total[slots] -= missing
-            running.computed[slots] -= missing
-            self._give_back_blocks(slots[missing > 0])
-        each = np.repeat(np.arange(len(rows)), counts)
-        offsets = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
-        tokens = runs[each, offsets]
-        running.tokens[slots[each], place[each] + offsets] = tokens
-        last = runs[np.arange(len(rows)), counts - 1]
-        return rows[each], tokens, last, place + counts
-
-    def _up_to_ending(self, slots: Index, runs: Int32, accepted: Int32) -> Int32:
-        """Tokens of each row up to the first that ends its request, [m] of ``accepted``."""
-        running = self.running
-        if not len(slots) or accepted.max() <= 1:
-            return accepted
-        places = np.arange(1, runs.shape[1] + 1)
-        lengths = running.known[slots][:, None] + places
-        ends = np.zeros(runs.shape, dtype=np.bool_)
-        for eos in self.eos_ids:
-            ends |= runs == eos
-        ends &= lengths >= running.stop_from[slots][:, None]
-        if running.watched:
-            for row in np.nonzero(np.isin(slots, list(running.watched)))[0].tolist():
-                request = running.at(int(slots[row]))
-                for index, token in enumerate(runs[row].tolist()):
-                    length = int(lengths[row, index])
-                    ends[row, index] |= request.ending(token, length, self.eos_ids) is not None
-        ends &= places <= accepted[:, None]
-        return np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, accepted).astype(np.int32)
-
-    def _give_back_blocks(self, slots: Index) -> None:
-        """Blocks behind the next token of each slot."""
-        running, size = self.running, self.pool.block_size
-        excess = (running.capacity[slots] - running.computed[slots] - 1) // size
-        given = (excess > 0).nonzero()[0]
-        if not len(given):
-            return
-        running.capacity[slots[given]] -= excess[given] * size
-        for slot, count in zip(slots[given].tolist(), excess[given].tolist()):
-            blocks = running.at(slot).blocks
-            self.pool.release(blocks[-count:])
-            del blocks[-count:]
+        return Update(plan, rows, handles, tokens, finished, row_handles, pooled)
 
     def fail(self) -> list[Request]:
         """The oldest plan in flight failed. Ends its requests, and those of later plans, which may

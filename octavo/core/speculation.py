@@ -136,9 +136,7 @@ class Speculation:
         if resting.any():
             self._let_rest(slots, most, resting, chosen, budget - int(chosen.sum()))
         self.length = float(chosen.mean())
-        if not chosen.any():
-            return self._none(chosen)
-        return chosen
+        return chosen if chosen.any() else self._none(chosen)
 
     def _none(self, chosen: Int32) -> Int32:
         self._since_plain, self.length = 0, 0.0
@@ -147,39 +145,34 @@ class Speculation:
     def _best(self, slots: Index, most: Int32, budget: int) -> Int32:
         """The guesses with the most expected tokens a second, [n]. A row's come in order, since
         each is right less often than the one before it."""
-        chance, share = self._right[slots] / self._tested[slots], self._share[slots]
-        gains = share[:, None] * chance[:, None] ** self._places
-        gains[self._places > most[:, None]] = 0.0
-        flat = gains.ravel()
+        flat = self._gains(slots, most).ravel()
         order = np.argsort(-flat, kind="stable")[: min(budget, int(most.sum()))]
         rows = order // self.most
         gained = np.concatenate([[0.0], np.cumsum(flat[order])])
-        added = np.concatenate([[0.0], np.cumsum(share[rows])])
+        added = np.concatenate([[0.0], np.cumsum(self._share[slots][rows])])
         seconds = self._cost.seconds(len(slots), added)
         if seconds is None:
             return np.zeros(len(slots), dtype=np.int32)
-        rates = (len(slots) + gained) / seconds
-        best = int(rates.argmax())
-        if rates[best] < LEAST_GAIN * rates[0]:
-            best = 0
+        best = _most_promising((len(slots) + gained) / seconds)
         return np.bincount(rows[:best], minlength=len(slots)).astype(np.int32)
 
     def _best_width(self, slots: Index, most: Int32, budget: int) -> Int32:
         """The same where all rows take the time of the one with the most guesses, [n]."""
-        chance, share = self._right[slots] / self._tested[slots], self._share[slots]
-        gains = share[:, None] * chance[:, None] ** self._places
-        gains[self._places > most[:, None]] = 0.0
-        gained = np.concatenate([[0.0], np.cumsum(gains.sum(axis=0))])
-        seconds = self._cost.seconds(len(slots), np.arange(self.most + 1.0) * len(slots))
+        gained = np.concatenate([[0.0], np.cumsum(self._gains(slots, most).sum(axis=0))])
+        guesses = np.arange(self.most + 1.0) * len(slots)
+        seconds = self._cost.seconds(len(slots), guesses)
         if seconds is None:
             return np.zeros(len(slots), dtype=np.int32)
         rates = (len(slots) + gained) / seconds
-        guesses = np.arange(self.most + 1) * len(slots)
         rates[guesses > min(budget, self._at_once - len(slots))] = 0.0
-        best = int(rates.argmax())
-        if rates[best] < LEAST_GAIN * rates[0]:
-            best = 0
-        return np.minimum(best, most).astype(np.int32)
+        return np.minimum(_most_promising(rates), most).astype(np.int32)
+
+    def _gains(self, slots: Index, most: Int32) -> Float64:
+        """Tokens to expect of each row's guesses, [n, most guesses]."""
+        chance, share = self._right[slots] / self._tested[slots], self._share[slots]
+        gains: Float64 = share[:, None] * chance[:, None] ** self._places
+        gains[self._places > most[:, None]] = 0.0
+        return gains
 
     def _let_rest(
         self, slots: Index, most: Int32, resting: NDArray[np.bool_], chosen: Int32, budget: int
@@ -261,3 +254,9 @@ class Speculation:
         for place in range(int(drafted.max())):
             counters.drafted_at[place] += int(np.count_nonzero(drafted > place))
             counters.accepted_at[place] += int(np.count_nonzero(accepted > place))
+
+
+def _most_promising(rates: Float64) -> int:
+    """Where the most tokens a second are expected; 0, without guesses, where it is hardly more."""
+    best = int(rates.argmax())
+    return best if rates[best] >= LEAST_GAIN * rates[0] else 0

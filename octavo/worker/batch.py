@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.core.plan import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan
+from octavo.core.plan import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan, laid_out
 from octavo.model.batch import ForwardBatch
 from octavo.worker.slots import Slots
 
@@ -108,9 +108,8 @@ class BatchBuilder:
         num_guesses = num_guesses[drawing]
         logit_rows = query_starts[drawing + 1] - 1
         if guesses is not None:
-            each = np.repeat(logit_rows - num_guesses, num_guesses + 1)
-            first = np.cumsum(num_guesses + 1) - (num_guesses + 1)
-            logit_rows = each + np.arange(len(each)) - np.repeat(first, num_guesses + 1)
+            each, places = laid_out(num_guesses + 1)
+            logit_rows = (logit_rows - num_guesses)[each] + places
         forward = self._fill(slots, starts, num_tokens, query_starts, logit_rows)
         forward.decode_rows = rows.decode_rows
         return StepBatch(

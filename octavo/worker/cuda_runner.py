@@ -27,7 +27,7 @@ from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.model.shard import ALONE, TensorParallel
 from octavo.ops.needs import EDITS, GRAMMAR, LOGPROBS
-from octavo.speculation import Speculating, most_draws, speculating
+from octavo.speculation import Speculating, most_draws, reason, speculating
 from octavo.types import ConfigError, Progress
 from octavo.worker.batch import Rows, order_rows
 from octavo.worker.constraints import advance
@@ -219,7 +219,7 @@ class CudaRunner:
             threads=torch.get_num_threads(),
             implementations=dict(self.model.implementations),
             startup_seconds=clock.finish(),
-            reasons={**self.model.reasons, **plan.reasons, **speculation_reason(self.speculating)},
+            reasons={**self.model.reasons, **plan.reasons, **reason(self.speculating)},
         )
 
     def _loaded(self, progress: Progress) -> Model:
@@ -487,10 +487,6 @@ def guessing(wanted: Speculating, ranks: TensorParallel) -> Guessing:
             "version; leave one of them out"
         )
     return Guessing(wanted.num_tokens, wanted.shortest, wanted.longest)
-
-
-def speculation_reason(wanted: Speculating | None) -> dict[str, str]:
-    return {} if wanted is None else {"speculation": str(wanted)}
 
 
 def _buffer_sizes(sizes: Sizes, most_guesses: int = 0) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.plan import Logprobs, StepResult
+from octavo.core.plan import Logprobs, StepResult, laid_out
 from octavo.model.decoder import Model
 from octavo.model.shard import TensorParallel
 from octavo.ops.needs import GRAMMAR, PENALTIES
@@ -105,8 +105,7 @@ class Drawer:
     ) -> None:
         """All positions of ``rows``: each as if the guesses before it were right."""
         counts = batch.num_guesses[rows] + 1
-        each = np.repeat(np.arange(len(rows)), counts)
-        places = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+        each, places = laid_out(counts)
         own, positions = slots[rows], batch.draw_positions[rows]
         index = first[rows][each] + places
         part = hidden if len(index) == len(hidden) else hidden[torch.from_numpy(index)]

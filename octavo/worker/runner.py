@@ -19,7 +19,7 @@ from octavo.machine import available_cores, available_memory
 from octavo.model.decoder import Model
 from octavo.model.loader.load import load_model
 from octavo.model.shard import ALONE, TensorParallel
-from octavo.speculation import Speculating, speculating
+from octavo.speculation import Speculating, reason, speculating
 from octavo.types import Progress, SamplingParams
 from octavo.worker import batch as batches
 from octavo.worker.draws import Drawer
@@ -104,7 +104,7 @@ class Runner:
             threads=threads,
             implementations=dict(self.model.implementations),
             startup_seconds=clock.finish(),
-            reasons={**self.model.reasons, **memory.reasons, **self._speculation_reason()},
+            reasons={**self.model.reasons, **memory.reasons, **reason(self.speculating)},
         )
 
     def _loaded(self, progress: Progress) -> Model:
@@ -215,9 +215,6 @@ class Runner:
             return None
         drawer = Drawer(draft.model, self.slots, self.ranks, self.follows, self.logit_rows, IGNORED)
         return DraftProposer(draft, self.slots, self.batches, drawer)
-
-    def _speculation_reason(self) -> dict[str, str]:
-        return {} if self.speculating is None else {"speculation": str(self.speculating)}
 
     def _kv_bytes(self, block_size: int) -> int:
         """Of a block of so many tokens, over all layers, the draft model's too."""

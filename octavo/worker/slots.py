@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.plan import SAMPLE, NewRequest, StepPlan
+from octavo.core.plan import SAMPLE, NewRequest, StepPlan, laid_out
 from octavo.grammar.grammars import Grammars
 from octavo.ops.needs import EDITS, GRAMMAR, LOGPROBS, MIN_P, PENALTIES, RANDOM, TOP_K, TOP_P
 from octavo.types import Pooling, SamplingParams
@@ -123,6 +123,8 @@ class Slots:
     def starts(self, plan: StepPlan) -> NDArray[np.int32]:
         """[n] where each row begins: those that draw, where their known tokens end. A plan made
         before earlier guesses were compared says only how far that can be."""
+        if plan.num_drafts is None:
+            return plan.starts
         ends = self.length[plan.slots] - plan.num_known
         return np.where((plan.flags & SAMPLE) != 0, ends, plan.starts)
 
@@ -131,8 +133,7 @@ class Slots:
     ) -> None:
         """Puts ``counts[i]`` ids of each row of ``ids`` [r, k] behind the known tokens of a slot,
         which they do not become."""
-        each = np.repeat(np.arange(len(slots)), counts)
-        places = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+        each, places = laid_out(counts)
         self.history_host[slots[each], self.length[slots[each]] + places] = ids[each, places]
 
     def append_runs(
@@ -144,8 +145,7 @@ class Slots:
     ) -> None:
         """As ``append``, for ``counts[i]`` tokens of each row of ``runs`` [r, k + 1] from
         ``positions[i]`` on. No slot counts its output for penalties."""
-        each = np.repeat(np.arange(len(slots)), counts)
-        places = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+        each, places = laid_out(counts)
         self.history_host[slots[each], positions[each] + places] = runs[each, places]
         self.length[slots] = positions + counts
 

@@ -23,6 +23,7 @@ class Harness:
         self.pool = BlockPool(num_blocks, block_size, caching)
         self.events = []
         self.cost = limits.pop("cost", None)
+        speculation = limits.pop("speculation", None)
         self.scheduler = Scheduler(
             Limits(**{**settings, **limits}),
             self.pool,
@@ -30,6 +31,7 @@ class Harness:
             clock=lambda: self.time,
             queue=waiting_queue(policy),
             cost=self.cost,
+            speculation=speculation,
             on_event=self.events.append,
         )
         self.outputs: dict[int, list[int]] = {}

@@ -16,10 +16,9 @@ from tests.exactness.toy_engine import Free
 class Guessing(Harness):
     """Every row may bring ``guesses``, as they cost nothing."""
 
-    def __init__(self, guesses=4, **limits):
-        super().__init__(**limits)
-        scheduler = self.scheduler
-        scheduler.speculation = Speculation(guesses, scheduler.limits.max_num_seqs, Free())
+    def __init__(self, guesses=4, max_num_seqs=8, **limits):
+        speculation = Speculation(guesses, max_num_seqs, Free())
+        super().__init__(max_num_seqs=max_num_seqs, speculation=speculation, **limits)
 
     def draw(self, plan: StepPlan, runs: dict[int, list[int]] | None = None):
         """Each drawing row draws its run (default: 100), having brought all guesses it could."""

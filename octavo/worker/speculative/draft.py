@@ -51,7 +51,7 @@ class Draft(Protocol):
         """Positions it knows."""
 
 
-class DraftProposer:
+class DraftProposer(Silent):
     def __init__(self, draft: Draft, slots: Slots, batches: BatchBuilder, drawer: Drawer) -> None:
         """``batches``: with buffers that are free before a step. ``drawer``: of the draft, for
         which what is IGNORED does not count."""
@@ -62,9 +62,6 @@ class DraftProposer:
 
     def apply(self, plan: StepPlan) -> None:
         self._draft.apply(plan)
-
-    def computed(self, batch: object, hidden: Tensor) -> None:
-        pass
 
     def propose(self, slots: Int32, most: Int32) -> tuple[Int32, Int32]:
         ids = np.zeros((len(slots), int(most.max(initial=0))), dtype=np.int32)
