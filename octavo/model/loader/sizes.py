@@ -83,11 +83,11 @@ def _groups(
     for group in structure.groups:
         shapes = group.kept
         name = next(iter(shapes))
-        taken = _group_bytes(group, shapes, source, itemsize, device)
+        taken = group_bytes(group, shapes, source, itemsize, device)
         yield name, len(shapes[name]) > 1, taken
 
 
-def _group_bytes(group: Group, shapes: Shapes, source: Stored, itemsize: int, device: str) -> int:
+def group_bytes(group: Group, shapes: Shapes, source: Stored, itemsize: int, device: str) -> int:
     # Experts in FP32 are expanded on a GPU.
     if group.is_dense or (group.is_expert and device != "cpu" and itemsize == 4):
         return sum(map(math.prod, shapes.values())) * itemsize
