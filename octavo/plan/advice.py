@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import math
+import shlex
+from pathlib import PurePath
 
 from octavo.plan.choices import Kept
-from octavo.plan.plan import Advice, Plan
+from octavo.plan.plan import Advice, Plan, alternative
 from octavo.plan.roofline import link_seconds, times
 from octavo.worker.sizes import blocks_for, shown
 
+SMALL_GPU = 30 << 30
 GUESSES = 5  # of a speculating step, as in the guide's command
 SHARED = 2000  # tokens of a shared prefix, for example's sake
 
 
 def out_of_memory(plan: Plan) -> list[Advice]:
-    return [_at_start(plan), _while_running(plan), _ranks_time_out(plan)]
+    """What comes after the start is told of what does start (``alternative``)."""
+    running = alternative(plan)
+    return [_at_start(plan), _while_running(running), _ranks_time_out(running)]
 
 
 def tuning(plan: Plan) -> list[Advice]:
+    hardware, quantization = _hardware(plan), _quantization(plan)
+    plan = alternative(plan)
     return [
-        _hardware(plan),
-        _quantization(plan),
+        hardware,
+        quantization,
         _prefixes(plan),
         _chunks(plan),
         _length(plan),
@@ -41,9 +48,18 @@ def best_kept(plan: Plan) -> Kept:
 def _kept_command(plan: Plan, kept: Kept) -> str:
     if kept is plan.kept[0]:
         return plan.serve.command()
-    if kept.name == "awq":  # of another checkpoint
-        return plan.serve.command(without=("-q",), model=f"{plan.serve.model}-awq")
-    return plan.serve.command(*kept.flags, without=("-q",))
+    if kept.name != "awq":
+        return plan.serve.command(*kept.flags, without=("-q",))
+    made = f"./{PurePath(plan.serve.model).name}-awq"
+    words = ["octavo", "quantize", plan.serve.model, "--format", "awq", "--output", made]
+    return f"{shlex.join(words)} && {plan.serve.command(without=('-q',), model=made)}"
+
+
+def _wanted_tokens(plan: Plan) -> int:
+    """Of a request of the load, where the model takes so many."""
+    memory = plan.fit.plan
+    most = plan.checkpoint.spec.max_position if memory is None else memory.max_model_len
+    return min(plan.load.tokens, most)
 
 
 def _at_start(plan: Plan) -> Advice:
@@ -62,22 +78,25 @@ def _at_start(plan: Plan) -> Advice:
             reason = f"{plan.fit.problem}; {plan.devices_needed} such GPUs hold it"
             return Advice(line, number, reason, plan.serve.command(*words, without=("-pp",)))
         return Advice(line, number, plan.fit.problem, plan.serve.command())
-    memory = plan.fit.plan
+    memory, length = plan.fit.plan, _wanted_tokens(plan)
     one = memory.kv_cache_bytes // max(1, memory.num_blocks)
-    one *= blocks_for(memory.max_model_len, memory.block_size)
+    one *= blocks_for(length, memory.block_size)
     if plan.target.device == "cpu":
         number = f"{shown(weights)} of weights and {shown(memory.kv_cache_bytes)} of cache"
-        reason = f"{shown(total)} are free; a request of {memory.max_model_len} needs {shown(one)}"
-        return Advice(line, number, reason, plan.serve.command(*_cache(one)))
+        reason = f"{shown(total)} are free; a request of {length} tokens needs {shown(one)}"
+        return Advice(
+            line, number, reason, plan.serve.command("--max-model-len", str(length), *_cache(one))
+        )
     fixed = sum(parts[name] for name in ("weights", "slots", "activations", "graphs"))
-    least = min(0.99, math.ceil(100 * (fixed + one + 1) / total) / 100)
+    least = math.ceil(100 * (fixed + one + 1) / total) / 100
     number = f"needs {shown(fixed + one)} of {shown(total)}: utilization from {least:.2f} on"
     reason = (
         f"weights {shown(weights)}, activations and graphs "
-        f"{shown(parts['activations'] + parts['graphs'])} (estimated), one request of "
-        f"{memory.max_model_len} tokens {shown(one)}; lower it where others use the GPU"
+        f"{shown(parts['activations'] + parts['graphs'])} (estimated), one request of {length} "
+        f"tokens {shown(one)}; lower it where others use the GPU"
     )
-    command = plan.serve.command("--gpu-memory-utilization", f"{least:.2f}")
+    words = ["--gpu-memory-utilization", f"{least:.2f}", "--max-model-len", str(length)]
+    command = plan.serve.command(*words, without=("--kv-cache-memory-bytes",))
     return Advice(line, number, reason, command)
 
 
@@ -90,12 +109,17 @@ def _while_running(plan: Plan) -> Advice:
     memory = plan.fit.plan
     if memory is None:
         return Advice(line, "0 requests", "it does not start", plan.serve.command())
-    seqs = max(1, min(memory.max_num_seqs, int(plan.fit.concurrency)))
-    number = f"{plan.fit.concurrency:.1f} requests of {memory.max_model_len} tokens at once"
+    length = _wanted_tokens(plan)
+    held = memory.num_blocks // blocks_for(length, memory.block_size)
+    seqs = max(1, min(memory.max_num_seqs, held))
+    number = (
+        f"{held} requests of {length} tokens at once, {plan.fit.concurrency:.1f} of the longest "
+        f"({memory.max_model_len})"
+    )
     reason = (
         f"the cache holds {plan.tokens:,} tokens of {plan.kv_bytes_per_token:,.0f} bytes; beyond, "
         f"requests wait and are preempted, memory does not run out; with --max-num-seqs {seqs} "
-        "none is ever preempted; prefix caching is on by default"
+        f"none of up to {length} tokens is preempted; prefix caching is on by default"
     )
     return Advice(line, number, reason, plan.serve.command("--max-num-seqs", str(seqs)))
 
@@ -116,17 +140,24 @@ def _ranks_time_out(plan: Plan) -> Advice:
 
 def _hardware(plan: Plan) -> Advice:
     line = "hardware: H100/H200 FP8 first; A100 BF16 or AWQ; consumer cards Ollama"
+    gpu, now = plan.target.gpu, plan.kept[0]
     best = best_kept(plan)
-    gpu = plan.target.gpu
+    fp8 = next((kept for kept in plan.kept if kept.name.startswith("fp8")), None)
     if plan.target.device == "cpu":
         reason = "a CPU reads weights from memory: fewer bytes are fewer seconds"
         best = min((k for k in plan.kept if k.fits), key=lambda k: k.weights, default=best)
     elif gpu is None:
         reason = "the rates of this GPU are not known: the smallest that fits"
-    elif gpu.flops8 is None:
-        reason = f"{gpu.name} does not multiply FP8: 16 bits, or 4-bit weights for single requests"
-    else:
+    elif gpu.flops8 is not None and fp8 is not None and fp8.fits:
+        best = fp8
         reason = f"{gpu.name} multiplies FP8 at {gpu.flops8 / gpu.flops:.1f} times its 16-bit rate"
+    elif gpu.flops8 is None and now.fits and plan.tokens >= plan.load.requests * plan.load.tokens:
+        best = now
+        reason = f"{gpu.name} does not multiply FP8, and {plan.load.requests} requests fit as it is"
+    else:
+        reason = f"the fastest of what fits in {gpu.name}"
+    if gpu is not None and not gpu.has_nvlink and plan.target.memory_bytes < SMALL_GPU:
+        reason += "; one person alone can do with Ollama, this serves many"
     number = f"{best.name}: {shown(best.weights)} a device"
     if best.one is not None:
         number += f", {best.one.token * 1e3:.2f} ms a token predicted"

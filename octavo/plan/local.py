@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -58,7 +59,7 @@ def gpu_called(title: str) -> Gpu | None:
 def this_machine() -> Target:
     """The first GPU that octavo would use, else the CPU."""
     usable = [gpu for gpu in gpus_here() if gpu.capability >= LOWEST_CAPABILITY]
-    if not usable or not torch_has_cuda():
+    if not usable or torch_cuda() is None:
         return Target("cpu", None, available_memory(), "this CPU, with the memory that is free now")
     found = usable[0]
     known = gpu_called(found.title)
@@ -66,15 +67,15 @@ def this_machine() -> Target:
     return Target("cuda", known, memory, f"this machine's {found.title}")
 
 
-def torch_has_cuda() -> bool:
-    """Whether the torch that is installed is built for CUDA: as its version file says, which does
-    not take importing it."""
+def torch_cuda() -> int | None:
+    """The major version of CUDA that the installed torch is built for, None without it: as its
+    version file says, which does not take importing it."""
     found = find_spec("torch")
     if found is None or found.origin is None:
-        return False
+        return None
     try:
         text = Path(found.origin).with_name("version.py").read_text()
     except OSError:
-        return False
-    lines = [line.partition("=")[2].strip() for line in text.splitlines() if "cuda:" in line]
-    return bool(lines) and lines[0] != "None"
+        return None
+    version = re.search(r"^cuda\b[^=\n]*= *['\"](\d+)", text, re.MULTILINE)
+    return int(version[1]) if version else None

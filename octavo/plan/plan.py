@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from octavo.config import EngineConfig
-from octavo.plan.checkpoint import Checkpoint
+from octavo.plan.checkpoint import Checkpoint, kept_as
 from octavo.plan.choices import (
     Kept,
     Layout,
     Load,
     Target,
     fit,
+    kept_plainly,
     layout_of,
     layouts,
     timed,
@@ -129,6 +130,31 @@ def make_plan(
     )
 
 
+def alternative(plan: Plan) -> Plan:
+    """The plan itself where it fits, else with the largest weights that do, or on as many devices
+    as it takes; itself where nothing helps."""
+    if plan.fit.plan is not None:
+        return plan
+    given = dict(plan.serve.given)
+    names = [kept.flags[1] for kept in plan.kept if kept.fits and kept.flags and not kept.note]
+    if names := [name for name in names if name != "awq"]:
+        found = kept_as(
+            kept_plainly(plan.checkpoint), plan.config.model, names[0], plan.target.device
+        )
+        model = replace(plan.config.model, quantization=names[0])
+        serve = replace(plan.serve, given={**given, "-q": names[0], **_pairs(plan.layout.flags)})
+        config = replace(plan.config, model=model)
+        return make_plan(found, config, plan.target, plan.load, serve)
+    if plan.devices_needed is None or plan.devices_needed <= plan.layout.tp:
+        return plan
+    kept_flags = {name: text for name, text in given.items() if name not in ("-pp", "-dp")}
+    count = str(plan.devices_needed)
+    serve = replace(plan.serve, given={**kept_flags, "-tp": count})
+    config = with_layout(plan.config, plan.devices_needed, 1, 1)
+    target = replace(plan.target, count=plan.devices_needed)
+    return make_plan(plan.checkpoint, config, target, plan.load, serve)
+
+
 def _pairs(words: Sequence[str]) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2]))
 
@@ -166,6 +192,10 @@ def assumptions(plan: Plan) -> list[str]:
         f"efficiency {used.memory:g} of bandwidth and {used.compute:g} of peak FLOPs: "
         + ("" if own else f"assumed, taken from {row} on an H200, ")
         + f"measured on an H200 with Llama-3.1-8B's shape ({used.source})"
+    )
+    found.append(
+        "fp8, awq and gptq have figures of their own; int8 and compressed-tensors are taken as "
+        "fp8, all other formats as gptq"
     )
     if plan.layout.tp > 1:
         found.append(
