@@ -80,7 +80,7 @@ def run(arguments: Arguments) -> int:
     from octavo.plan.advice import out_of_memory, tuning
     from octavo.plan.checkpoint import read_checkpoint
     from octavo.plan.choices import Load
-    from octavo.plan.plan import Serve, as_json, make_plan
+    from octavo.plan.plan import Serve, alternative, as_json, make_plan
 
     asked = config.model
     target = target_of(options, config)
@@ -88,7 +88,8 @@ def run(arguments: Arguments) -> int:
     checkpoint = read_checkpoint(files.path, config, target.device)
     load = Load(options.requests, options.tokens)
     plan = make_plan(checkpoint, config, target, load, Serve(asked.model, given(arguments)))
-    oom, tuned = out_of_memory(plan), tuning(plan)
+    running = alternative(plan)
+    oom, tuned = out_of_memory(plan, running), tuning(plan, running)
     if options.json:
         print(json.dumps(as_json(plan, oom, tuned), indent=1))
     else:

@@ -7,7 +7,7 @@ the parts themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -39,7 +39,8 @@ class Group:
 
     ``shapes``: in the checkpoint, by name; ``cuts``: what of them this rank keeps, where that is
     not all. ``rounding``: what they become while loading, where they are dense. ``is_dense``: they
-    are so in memory however they are stored; ``is_expert``: they are of one expert.
+    are so in memory however they are stored; ``is_expert``: they are of one expert. ``count``: of
+    experts alike, of which this is the first (``structure_of``).
     """
 
     shapes: dict[str, Shape]
@@ -47,6 +48,7 @@ class Group:
     rounding: Rounding | None = None
     is_dense: bool = False
     is_expert: bool = False
+    count: int = 1
 
     @property
     def kept(self) -> dict[str, Shape]:
@@ -81,20 +83,32 @@ class Structure:
         return found if self.embedding is None else found | {"embed.weight": self.embedding}
 
 
+# Of the experts of a layer (its prefix, their number): those that stand for others which are stored
+# as they are, and for how many.
+Alike = Callable[[str, int], Sequence[tuple[int, int]]]
+
+
+def each_apart(prefix: str, count: int) -> Sequence[tuple[int, int]]:
+    """Every expert by itself."""
+    return [(index, 1) for index in range(count)]
+
+
 def structure_of(
     spec: DecoderSpec,
     shard: Shard = WHOLE,
     stage: Stage | None = None,
     rounding: Rounding | None = None,
+    alike: Alike = each_apart,
 ) -> Structure:
     """Of the rank that has this share of each layer, and of the layers ``stage`` (None: all).
-    ``rounding``: what dense weights become while loading. Raises ConfigError where the layers
-    cannot be divided among so many ranks."""
+    ``rounding``: what dense weights become while loading. ``alike``: which experts are named, to
+    count thousands of them as a few. Raises ConfigError where the layers cannot be divided among so
+    many ranks."""
     stage = stage or all_layers(len(spec.layers))
     own = spec.layers[stage.first_layer : stage.end_layer]
     groups = [*_ends(spec, shard, stage, rounding)]
     for index, layer in enumerate(own, stage.first_layer):
-        groups += _Layer(f"layers.{index}", spec.hidden_size, shard, rounding).groups(layer)
+        groups += _Layer(f"layers.{index}", spec.hidden_size, shard, rounding, alike).groups(layer)
     ropes = [(x.mixer.rope, _turned(x.mixer)) for x in own if x.mixer.rope is not None]
     factors = [rope.dim or dim for rope, dim in ropes if isinstance(rope.scaling, TensorScaling)]
     if factors:
@@ -147,6 +161,7 @@ class _Layer:
     hidden: int
     shard: Shard
     rounding: Rounding | None
+    alike: Alike
 
     def groups(self, layer: LayerSpec) -> Iterator[Group]:
         mixer = layer.mixer
@@ -259,12 +274,12 @@ class _Layer:
         }
         if spec.bias:
             shapes |= {"gate_up.bias": ((2 * inner,), both), "down.bias": ((self.hidden,), None)}
-        for index in range(count):
+        for index, many in self.alike(prefix, count):
             for name, (shape, cut) in shapes.items():
                 full = f"{prefix}.experts.{index}.{name}"
                 cuts = {full: cut} if cut is not None and self.shard.size > 1 else {}
                 rounds = self.rounding if len(shape) == 2 else None
-                yield Group({full: shape}, cuts, rounds, is_expert=True)
+                yield Group({full: shape}, cuts, rounds, is_expert=True, count=many)
 
 
 TILE, MOST_DIMS = 16, 512  # tokens of a tile, and dimensions, that the kernels of CPUs take

@@ -7,7 +7,7 @@ import shlex
 from pathlib import PurePath
 
 from octavo.plan.choices import Kept
-from octavo.plan.plan import Advice, Plan, alternative
+from octavo.plan.plan import Advice, Plan
 from octavo.plan.roofline import link_seconds, times
 from octavo.worker.sizes import blocks_for, shown
 
@@ -16,24 +16,17 @@ GUESSES = 5  # of a speculating step, as in the guide's command
 SHARED = 2000  # tokens of a shared prefix, for example's sake
 
 
-def out_of_memory(plan: Plan) -> list[Advice]:
-    """What comes after the start is told of what does start (``alternative``)."""
-    running = alternative(plan)
+def out_of_memory(plan: Plan, running: Plan) -> list[Advice]:
+    """``running``: what comes after the start is told of it (``plan.alternative``)."""
     return [_at_start(plan), _while_running(running), _ranks_time_out(running)]
 
 
-def tuning(plan: Plan) -> list[Advice]:
-    hardware, quantization = _hardware(plan), _quantization(plan)
-    plan = alternative(plan)
+def tuning(plan: Plan, running: Plan) -> list[Advice]:
     return [
-        hardware,
-        quantization,
-        _prefixes(plan),
-        _chunks(plan),
-        _length(plan),
-        _spread(plan),
-        _speculation(plan),
-        _watching(plan),
+        _hardware(plan),
+        _quantization(plan),
+        *(answer(running) for answer in (_prefixes, _chunks, _length)),
+        *(answer(running) for answer in (_spread, _speculation, _watching)),
     ]
 
 

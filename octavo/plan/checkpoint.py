@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,25 @@ class Checkpoint:
     dtype: str
     quantization: Quantization
     config: Mapping[str, Any]
+    _alike: dict[str, list[tuple[int, int]]] = field(default_factory=dict, compare=False)
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZES[self.dtype]
+
+    def alike(self, prefix: str, count: int) -> list[tuple[int, int]]:
+        """Which experts of a layer are stored differently, and how many are as each (see
+        ``model.structure.Alike``). Without headers all are taken to be as the first."""
+        if self.from_config:
+            return [(0, count)]
+        if prefix not in self._alike:
+            forms: dict[Hashable, list[int]] = {}
+            for index in range(count):
+                names = (f"{prefix}.experts.{index}.{part}.weight" for part in ("gate_up", "down"))
+                form = tuple(self.stored.form_of(name, (2, 32)) for name in names)
+                forms.setdefault(form, []).append(index)
+            self._alike[prefix] = [(found[0], len(found)) for found in forms.values()]
+        return self._alike[prefix]
 
     @property
     def is_gguf(self) -> bool:

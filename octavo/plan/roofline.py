@@ -90,8 +90,8 @@ def work_of(checkpoint: Checkpoint, rank: Rank) -> Work:
         size = group_bytes(group, shapes, checkpoint.stored, checkpoint.itemsize, "cuda")
         numbers = _numbers(group)
         if group.is_expert:
-            experts += size
-            active += numbers * share
+            experts += size * group.count
+            active += numbers * group.count * share
         elif "head.weight" in shapes:
             always += size
             head = numbers

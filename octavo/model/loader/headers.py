@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +56,7 @@ class StoredHeaders:
         self.names = family.hf_names
         self._stored = stored
         self._base = family.base
+        self._places: dict[str, Place] = {}
         self._bare = not any(name.startswith(family.base) for name in self._stored)
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.commonest = _commonest(self._stored)
@@ -66,9 +67,16 @@ class StoredHeaders:
     def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         return self._experts.pieces(name, shape)
 
+    def form_of(self, name: str, shape: tuple[int, ...]) -> Hashable:
+        """What tells how our tensor is stored: those with the same take the same memory."""
+        return tuple(map(self._projections.format_of, self._names_of(name, shape)))
+
     def place(self, name: str) -> Place:
-        place = find(name, self.names)
-        return replace(place, name=place.name.removeprefix(self._base)) if self._bare else place
+        if name not in self._places:
+            place = find(name, self.names)
+            bare = place.name.removeprefix(self._base) if self._bare else place.name
+            self._places[name] = replace(place, name=bare)
+        return self._places[name]
 
     def count_groups(self) -> tuple[int, int]:
         return 0, 0
@@ -144,6 +152,10 @@ class GGUFHeaders:
         if self._in_groups and kinds and kinds <= set(KINDS):
             size = bytes_per_value(kinds)
         return int(sum(map(math.prod, shapes.values())) * size)
+
+    def form_of(self, name: str, shape: tuple[int, ...]) -> Hashable:
+        """As ``StoredHeaders.form_of``."""
+        return frozenset(self._kinds_of(name, shape))
 
     def _kinds_of(self, name: str, shape: tuple[int, ...]) -> set[str]:
         """The GGML types of what our tensor ``name`` comes from."""

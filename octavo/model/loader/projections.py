@@ -31,9 +31,15 @@ class StoredProjections:
         self._stored = stored
         self._where = where
         self._left_out = left_out
+        self._found: dict[str, CheckpointFormat | None] = {}
 
     def format_of(self, name: str) -> CheckpointFormat | None:
         """Of the projection whose weight would be stored as ``name``; None: it is dense."""
+        if name not in self._found:
+            self._found[name] = self._format_of(name)
+        return self._found[name]
+
+    def _format_of(self, name: str) -> CheckpointFormat | None:
         if self._scheme is None or not name.endswith(WEIGHT):
             return None
         module = name.removesuffix(WEIGHT)

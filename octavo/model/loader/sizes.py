@@ -84,7 +84,7 @@ def _groups(
         shapes = group.kept
         name = next(iter(shapes))
         taken = group_bytes(group, shapes, source, itemsize, device)
-        yield name, len(shapes[name]) > 1, taken
+        yield name, len(shapes[name]) > 1, taken * group.count
 
 
 def group_bytes(group: Group, shapes: Shapes, source: Stored, itemsize: int, device: str) -> int:
