@@ -72,7 +72,7 @@ def limit_here(config: EngineConfig) -> Limit | None:
         own = config.parallel.rank_memory
         if own is not None and own < free:
             return Limit("cpu", own, "this replica's part of the memory is")
-        return Limit("cpu", free, "this machine's memory has free")
+        return Limit("cpu", free, "the memory that is free here is")
     found = gpus_here()
     usable = [gpu for gpu in found if gpu.capability >= LOWEST_CAPABILITY]
     if not usable or len(usable) < len(found) or _driver_cuda() < built_for:
