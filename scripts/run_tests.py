@@ -22,7 +22,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1] / "tests"
 ALONE = ("benchmarks", "cases", "cli", "engine", "guide", "processes", "server")
 FIRST = "ops"  # the longest goes first, or it would be left for one worker
-MARKERS = "not gpu and not conformance and not net"
+MARKERS = "not gpu and not conformance and not net and not long"
 MOST_WORKERS = 8  # each takes about 1.5 GB
 NOTHING_RAN = 5  # a status of pytest
 

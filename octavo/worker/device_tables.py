@@ -56,7 +56,7 @@ class DeviceTables:
     @staticmethod
     def num_bytes(max_slots: int, max_len: int, max_blocks: int, vocab: int) -> int:
         """What ``allocate`` takes. 1,024 slots of 40,960 tokens and 151,936 ids: 0.46 GiB."""
-        words = max_len + 1 + max_blocks + 2 * WIDTH + 2 * EDIT_WIDTH
+        words = max_len + 1 + max_blocks + 1 + 2 * WIDTH + 2 * EDIT_WIDTH
         return max_slots * (4 * words + 2 * vocab)
 
 

@@ -142,7 +142,7 @@ EDITED: dict[str, dict[str, Any]] = {  # taken row by row, which is slow
     [
         *((kind, DRAWS) for kind in KINDS),
         ("edits", ROWS),
-        *(pytest.param(kind, DRAWS, marks=pytest.mark.slow) for kind in EDITED),
+        *(pytest.param(kind, DRAWS, marks=pytest.mark.long) for kind in EDITED),
     ],
 )
 def test_draws_beside_guesses_follow_the_law(kind: str, draws: int) -> None:

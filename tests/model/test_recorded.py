@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def pair(model: Model) -> Pair:
-    model._recorded = RecordedLayers()
+    model._recorded = defaultdict(RecordedLayers)
     return Pair(model)
 
 
@@ -95,7 +96,8 @@ def all_blocks() -> Tensor:
 
 def recordings(pair: Pair) -> dict[bool, int]:
     """Some tokens or all -> how many a step may have."""
-    return {some: len(r.first) for some, r in pair.recorded._recordings.items()}
+    layers = pair.recorded[len(pair.model.layers)]
+    return {some: len(r.first) for some, r in layers._recordings.items()}
 
 
 def test_steps_that_grow_are_recorded_again(pair: Pair) -> None:

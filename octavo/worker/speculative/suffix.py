@@ -63,7 +63,7 @@ class SuffixProposer(NgramProposer):
         known = self._slots.history_host[slot, : self._slots.length[slot]]
         shortest = max(SHORTEST_MATCH, self._shortest, matched + 1)
         theirs, elsewhere = continuation(self._recent.ids, known, shortest, self._longest, most)
-        if elsewhere <= matched:
-            return own, matched
         ends = np.flatnonzero(theirs == BREAK)
-        return theirs[: min(elsewhere, int(ends[0]) if len(ends) else most)], elsewhere
+        theirs = theirs[: min(elsewhere, int(ends[0]) if len(ends) else most)]
+        # An answer that ended here says nothing, however much of it was matched.
+        return (theirs, elsewhere) if len(theirs) else (own, matched)

@@ -100,6 +100,12 @@ def test_of_two_answers_the_later_counts():
     assert guess(proposer, 2) == [90, 90, 90]
 
 
+def test_where_an_answer_ended_the_requests_own_text_is_asked():
+    slots, proposer = learnt(ANSWER)
+    place(slots, proposer, 1, [*ANSWER[-2:], 71, 72, 5, *ANSWER[-3:]])
+    assert guess(proposer, 1) == [71, 72]
+
+
 class Scripted(Silent):
     def __init__(self, rows: dict[int, list[int]]) -> None:
         self.rows, self.applied, self.asked = rows, 0, []
