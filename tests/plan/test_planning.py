@@ -100,14 +100,14 @@ def test_what_does_not_fit_is_told_with_what_does(llama_70b, capsys):
 
 
 def test_the_best_layout_is_taken_unless_one_is_asked_for(llama_70b, capsys):
-    found = planned(capsys, llama_70b, "--gpu", "h100", "--num-gpus", 4)
+    found = planned(capsys, llama_70b, "--gpu", "h100", "--num-gpus", 2)
     best = found["layout"]
-    assert (best["tp"], best["pp"], best["dp"]) == (4, 1, 1)
-    assert best["fits"] and found["command"].endswith(" -tp 4")
+    assert (best["tp"], best["pp"], best["dp"]) == (2, 1, 1)
+    assert best["fits"] and found["command"].endswith(" -tp 2")
     assert not any(row["runs"] for row in found["layouts"] if row["pp"] > 1)
-    found = planned(capsys, llama_70b, "--gpu", "h100", "--num-gpus", 4, "-tp", 2, "-dp", 2)
-    assert (found["layout"]["tp"], found["layout"]["dp"]) == (2, 2)
-    assert len(found["weight_bytes_per_rank"]) == 2
+    found = planned(capsys, llama_70b, "--gpu", "h100", "--num-gpus", 2, "-dp", 2)
+    assert (found["layout"]["tp"], found["layout"]["dp"]) == (1, 2)
+    assert len(found["weight_bytes_per_rank"]) == 1
 
 
 @pytest.mark.parametrize(
