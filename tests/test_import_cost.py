@@ -25,6 +25,7 @@ LIGHT_MODULES = {
     "octavo.server.lifecycle": (*HEAVY, "fastapi"),
     "octavo.model.families.catalogue": HEAVY,
     "octavo.llm": HEAVY,
+    "octavo.plan.plan": HEAVY,
 }
 
 

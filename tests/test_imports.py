@@ -30,7 +30,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": EVERYBODY | {"core", "checkpoint", "grammar", "wire"},
     "engine.process": EVERYBODY | {"engine", "collector", "parent", "wire"},
     "engine.start": EVERYBODY
-    | {"core", "checkpoint", "engine", "grammar", "model.facts", "model.shard", "worker"},
+    | {"core", "checkpoint", "engine", "grammar", "model.facts", "model.shard", "plan", "worker"},
+    "plan": EVERYBODY
+    | {"checkpoint", "quant", "worker.sizes", "worker.memory", "worker.gpu_memory"}
+    | {"model.spec", "model.shard", "model.stages", "model.structure", "model.facts"}
+    | {"model.families", "model.quantization", "model.loader.headers", "model.loader.sizes"},
     "assembly": EVERYBODY | {"engine.messages", "outputs", "text"},
     "ops": set(),
     "quant": EVERYBODY | {"ops", "checkpoint.json_file"},
@@ -82,6 +86,7 @@ WITHOUT_TORCH = {
         "llm",
         "cli",
     ),
+    *("plan", "model.structure", "model.loader.headers", "model.loader.sizes"),
     *("model.spec", "model.stages", "model.families", "evaluate.corpus", "evaluate.report"),
     "quantize.recipe",
 }

@@ -23,14 +23,12 @@ COMMANDS = {
     "models": ("octavo.cli.models", "what can be served, and what is on this machine"),
     "template-check": ("octavo.cli.template_check", "try a model's chat template"),
     "run-batch": ("octavo.cli.run_batch", "answer a file of requests"),
+    "plan": ("octavo.cli.plan", "what a model takes, whether it fits, how fast it can be"),
     "quantize": ("octavo.cli.quantize", "make a quantized checkpoint, and measure its loss"),
     "eval": ("octavo.cli.eval", "perplexity of a model, and its divergence from another"),
     "bench": ("octavo.cli.bench.main", "measure: serve, throughput, latency, startup"),
     "doctor": ("octavo.cli.doctor", "what is wrong with this machine or a running server"),
     "collect-env": ("octavo.cli.collect_env", "facts about this machine for a bug report"),
-}
-COMMANDS_OF_LATER_VERSIONS = {
-    "plan": "memory planning without a GPU",
 }
 
 
@@ -66,8 +64,6 @@ def _dispatch(tokens: list[str]) -> int:
     if name in ("-h", "help") or name.partition("=")[0] == "--help":
         print(_overview(name.partition("=")[2]))
         return 0
-    if name in COMMANDS_OF_LATER_VERSIONS:
-        raise ConfigError(f"{name}: {COMMANDS_OF_LATER_VERSIONS[name]}: not in this version")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -14,6 +14,7 @@ from octavo.engine.messages import EngineInfo
 from octavo.grammar.grammars import Grammars
 from octavo.model.facts import default_sampling, eos_ids, read_spec
 from octavo.model.shard import check_divisible
+from octavo.plan.refusal import check_fits
 from octavo.types import ConfigError, InvalidRequest, Progress, SamplingParams
 from octavo.worker.executor import start_executor
 
@@ -28,6 +29,7 @@ def start_engine(
     parallel = config.parallel
     if (tp := parallel.tensor_parallel_size) * (pp := parallel.pipeline_parallel_size) > 1:
         check_divisible(read_spec(path, config.model.hf_overrides), tp, pp)
+    check_fits(config, path)
     sampling = _default_sampling(config, path)
     grammars = Grammars()
     executor, found = start_executor(config, path, progress, grammars, directory)

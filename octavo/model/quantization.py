@@ -1,14 +1,11 @@
-"""How a model's weights are kept."""
+"""How a model's weights are kept. Never imports torch at module level."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from octavo.config import ModelConfig
-from octavo.ops import registry
-from octavo.ops.native import library
 from octavo.quant.rounding import Rounding, roundings
 from octavo.quant.scheme import Scheme
 from octavo.types import ConfigError
@@ -41,10 +38,34 @@ class Quantization:
 DENSE = Quantization()
 
 
+def native_problem() -> str | None:
+    """Why octavo's kernels for CPUs do not multiply quantized weights here; None: they do."""
+    import torch
+
+    from octavo.ops import registry
+    from octavo.ops.native import library
+
+    if registry.select("quantized_linear", "cpu", torch.float32).name == "native":
+        return None
+    return library.problem() or "for AVX2 at least: this CPU has none"
+
+
 def choose_quantization(
     config: ModelConfig, is_gguf: bool, device: str, scheme: Scheme | None = None
 ) -> Quantization:
+    """As ``how_kept``, with the decision whether inputs are rounded."""
+    return _with_inputs(how_kept(config, is_gguf, device, scheme), config, device)
+
+
+def how_kept(
+    config: ModelConfig,
+    is_gguf: bool,
+    device: str,
+    scheme: Scheme | None = None,
+    problem: Callable[[], str | None] = native_problem,
+) -> Quantization:
     """For ``--quantization`` on ``device`` ("cpu", "cuda") and what the checkpoint says of itself.
+    ``problem``: see ``native_problem``.
 
     A GGUF file's groups are kept where there are kernels for them: on a CPU not in FP32 (with
     groups, inputs are rounded to 8 bits) and FP16, on a GPU not in FP32 and with --deterministic.
@@ -55,11 +76,11 @@ def choose_quantization(
     if config.quantization_fp8_dynamic and not (asked or "").startswith("fp8"):
         raise ConfigError("--quantization-fp8-dynamic: goes with --quantization fp8")
     if device == "cpu" and (asked or scheme is not None):
-        _check_kernels(config, asked, scheme)
+        _check_kernels(config, asked, scheme, problem)
     if scheme is not None:
         found = _of_checkpoint(config, asked, scheme)
     elif is_gguf and asked in (None, "gguf"):
-        found = _of_groups(config, asked, device)
+        found = _of_groups(config, asked, device, problem)
     elif asked is None:
         found = DENSE
     else:
@@ -69,7 +90,7 @@ def choose_quantization(
             f"--quantize-head: the weights of {config.model} are not rounded while loading, nor "
             f"is the head then; {'leave it out' if found.name else 'add --quantization int8'}"
         )
-    return _with_inputs(found, config, device)
+    return found
 
 
 def _of_checkpoint(config: ModelConfig, asked: str | None, scheme: Scheme) -> Quantization:
@@ -81,10 +102,11 @@ def _of_checkpoint(config: ModelConfig, asked: str | None, scheme: Scheme) -> Qu
     return Quantization(scheme.name, "the checkpoint's own", scheme=scheme)
 
 
-def _of_groups(config: ModelConfig, asked: str | None, device: str) -> Quantization:
+def _of_groups(
+    config: ModelConfig, asked: str | None, device: str, problem: Callable[[], str | None]
+) -> Quantization:
     if device == "cpu":
-        native = registry.select("quantized_linear", "cpu", torch.float32).name == "native"
-        if not asked and (not native or config.dtype in (*_EXACT, *_HALF)):
+        if not asked and (config.dtype in (*_EXACT, *_HALF) or problem()):
             return DENSE
     elif not asked and (config.deterministic or config.dtype in _EXACT):
         return DENSE
@@ -161,18 +183,24 @@ def _can_round(name: str, device: str) -> tuple[bool, str]:
 
 def multiplies_float8() -> bool:
     """Whether the current GPU has tensor cores for it: Ada, Hopper and later."""
+    import torch
+
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
-def _check_kernels(config: ModelConfig, asked: str | None, scheme: Scheme | None) -> None:
+def _check_kernels(
+    config: ModelConfig,
+    asked: str | None,
+    scheme: Scheme | None,
+    problem: Callable[[], str | None],
+) -> None:
     """Raises ConfigError where this CPU cannot multiply what is quantized."""
     subject = f"--quantization {asked}:"
     if asked is None and scheme is not None:
         subject = f"{config.model}: its weights in {scheme.name}"
-    if registry.select("quantized_linear", "cpu", torch.float32).name != "native":
+    if why := problem():
         raise ConfigError(
-            f"{subject} {'needs' if asked else 'need'} octavo's CPU kernels, which are "
-            f"{library.problem() or 'for AVX2 at least: this CPU has none'}"
+            f"{subject} {'needs' if asked else 'need'} octavo's CPU kernels, which are {why}"
         )
     if config.dtype in _HALF:
         raise ConfigError(

@@ -21,9 +21,9 @@ from octavo.model.facts import is_gguf, read_config
 from octavo.model.families.catalogue import family_of
 from octavo.model.families.names import Place, find
 from octavo.model.layer import Part
+from octavo.model.loader.headers import read_safetensors
 from octavo.model.loader.load import open_source
 from octavo.model.loader.pickled import read_pickled
-from octavo.model.loader.safetensors import read_safetensors
 from octavo.model.loader.shards import Headers
 from octavo.model.loader.source import WHOLE, Share, check_complete
 from octavo.quant.scheme import read_scheme

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octavo import __version__
-from octavo.cli.main import COMMANDS, COMMANDS_OF_LATER_VERSIONS, main
+from octavo.cli.main import COMMANDS, main
 from tests.fixtures.waiting import PATIENCE
 
 
@@ -38,7 +38,6 @@ def octavo(*tokens: str) -> subprocess.CompletedProcess[str]:
         ["chat", "--url", "http://127.0.0.1:9", "-q", "hi"],
         ["chat", "--dtype", "half", "-q", "hi"],
         ["pull", "no-such-model"],
-        *([name] for name in COMMANDS_OF_LATER_VERSIONS),
     ],
     ids=" ".join,
 )

@@ -12,7 +12,8 @@ import torch
 
 from octavo.config import ModelConfig
 from octavo.model.loader.gguf import dequantize
-from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, expanded, grouped
+from octavo.model.loader.gguf_groups import expanded, grouped
+from octavo.model.loader.gguf_kinds import KINDS, bytes_per_value
 from octavo.model.quantization import DENSE, Quantization, choose_quantization
 from octavo.ops.native import library, memory
 from octavo.ops.native.library import Features

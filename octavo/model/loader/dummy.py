@@ -82,12 +82,12 @@ class DummySource:
     def is_needless(self, name: str) -> bool:
         return False
 
-    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-        return sum(self._bytes_of(name, shape, dtype) for name, shape in shapes.items())
+    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
+        return sum(self._bytes_of(name, shape, itemsize) for name, shape in shapes.items())
 
-    def _bytes_of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def _bytes_of(self, name: str, shape: tuple[int, ...], itemsize: int) -> int:
         found = self._format_of(name) if len(shape) == 2 else None
-        return found.bytes_of(*shape) if found else math.prod(shape) * dtype.itemsize
+        return found.bytes_of(*shape) if found else math.prod(shape) * itemsize
 
     def _format_of(self, name: str) -> CheckpointFormat | None:
         """Random weights are in the scheme that the config names."""

@@ -1,20 +1,21 @@
 """Experts of a checkpoint: which stored tensors, or parts of such, one of ours comes from, and how
-it is put together."""
+it is put together. Never imports torch at module level."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from octavo.model.families.experts import ExpertLayout
 from octavo.model.spec import DecoderSpec, MoESpec
-from octavo.ops.joined import fit_together, joined
-from octavo.ops.weights import Weight, dense
 from octavo.quant import mxfp4
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.ops.weights import Weight
 
 _OURS = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.(.+)")
 
@@ -94,6 +95,11 @@ class StoredExperts:
 
     def joined(self, name: str, pieces: Sequence[Weight], dtype: torch.dtype) -> Weight:
         """Our tensor of that name from its pieces."""
+        from torch import Tensor
+
+        from octavo.ops.joined import fit_together, joined
+        from octavo.ops.weights import dense
+
         values: Weight
         if len(pieces) == 2 and self.layout.form == "mxfp4":
             values = mxfp4.read(*pieces)  # type: ignore[arg-type]

@@ -5,9 +5,7 @@ bytes), the others by the ``gguf`` package.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,10 +13,11 @@ from torch import Tensor
 
 from octavo.checkpoint.gguf import GGUFFile, GGUFTensor
 from octavo.model.families.family import Family
-from octavo.model.families.names import Place, find
-from octavo.model.loader.experts import Piece, StoredExperts
-from octavo.model.loader.gguf_groups import KINDS, bytes_per_value, expanded, grouped
-from octavo.model.loader.source import WHOLE, Share, StoredAs
+from octavo.model.loader.experts import Piece
+from octavo.model.loader.gguf_groups import expanded, grouped
+from octavo.model.loader.gguf_kinds import KINDS
+from octavo.model.loader.headers import GGUFHeaders
+from octavo.model.loader.source import WHOLE, Share
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import DENSE, Quantization
 from octavo.model.spec import DecoderSpec, GQASpec
@@ -26,7 +25,7 @@ from octavo.ops.weights import Weight
 from octavo.types import ConfigError
 
 
-class GGUFSource:
+class GGUFSource(GGUFHeaders):
     def __init__(
         self,
         file: GGUFFile,
@@ -37,43 +36,11 @@ class GGUFSource:
     ) -> None:
         """``uploader``: to the device that is not the CPU. Where ``quantization`` keeps groups,
         quantized matrices come as such, if the kernels know their type."""
+        super().__init__(file, spec, family, quantization.keeps_groups)
         self.quantization = quantization
-        self.where = str(file.path)
-        self.spec = spec
-        self.names = family.gguf_names
         self._interleaves = family.gguf_interleaves
-        self._file = file
-        self.shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
-        self.dtype = _commonest(file)
-        self._experts = StoredExperts(spec, family.gguf_experts, self.shapes)
+        self.dtype = None if self.commonest is None else _PLAIN[self.commonest]
         self._uploader = uploader
-        self._in_groups = quantization.keeps_groups
-
-    def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-        return self._experts.pieces(name, shape)
-
-    def place(self, name: str) -> Place:
-        return find(name, self.names)
-
-    def count_groups(self) -> tuple[int, int]:
-        matrices = [t.type.name in KINDS for t in self._file.tensors.values() if len(t.shape) == 2]
-        return (sum(matrices), len(matrices)) if self._in_groups else (0, 0)
-
-    def is_quantized(self, name: str) -> bool:
-        return self._in_groups and self._kinds_of(name, (0, 0)) <= set(KINDS)
-
-    def stored_as(self, name: str, shape: tuple[int, ...]) -> StoredAs:
-        return {name: (shape,)}
-
-    def is_needless(self, name: str) -> bool:
-        return False
-
-    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-        size: float = dtype.itemsize
-        kinds = set().union(*(self._kinds_of(name, shape) for name, shape in shapes.items()))
-        if self._in_groups and kinds and kinds <= set(KINDS):
-            size = bytes_per_value(kinds)
-        return int(sum(map(math.prod, shapes.values())) * size)
 
     def fetch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, share: Share = WHOLE
@@ -113,12 +80,6 @@ class GGUFSource:
         if self._uploader is not None:
             self._uploader.close()
 
-    def _kinds_of(self, name: str, shape: tuple[int, ...]) -> set[str]:
-        """The GGML types of what our tensor ``name`` comes from."""
-        pieces = self.expert_pieces(name, shape)
-        names = [piece.name for piece in pieces] or [self.place(name).name]
-        return {self._file.tensors[stored].type.name for stored in names}
-
     def _raw(self, stored: GGUFTensor, mine: slice) -> Callable[[], Tensor]:
         """Bytes of a tensor on the device."""
         if self._uploader is None:
@@ -144,15 +105,6 @@ class GGUFSource:
         assert isinstance(mixer, GQASpec)
         order = halves_from_neighbours(torch.arange(values.shape[0]), mixer.head_dim)
         return values[order]
-
-
-def _commonest(file: GGUFFile) -> torch.dtype | None:
-    """What the matrices are stored in, by bytes: FP16, BF16 and FP32 as such; None for quantized
-    types, whose values are of no dtype."""
-    sizes: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        sizes[tensor.type.name] += tensor.num_bytes
-    return _PLAIN.get(sizes.most_common(1)[0][0]) if sizes else None
 
 
 def halves_from_neighbours(rows: Tensor, head_dim: int) -> Tensor:

@@ -7,12 +7,13 @@ and of IQ4_XS holds 256 values, of the others 32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from octavo.model.loader.gguf_kinds import KINDS
 from octavo.ops.weights import Quantized, QuantizedWeight, TableWeight
 
 
@@ -25,24 +26,10 @@ class _Groups:
     minimums: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Kind:
-    """``num_bytes`` and ``size`` (values) are a block's. ``read``: uint8 [n, bytes] -> groups.
-    ``table``: what codes stand for, where that is no even grid."""
-
-    num_bytes: int
-    size: int
-    group: int
-    bits: int
-    zero: int
-    read: Callable[[Tensor], _Groups]
-    table: tuple[float, ...] | None = None
-
-
 def grouped(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Quantized:
     """raw: uint8, all bytes of a tensor of type ``kind`` (a key of ``KINDS``); shape: (out, in)."""
     found, rows = KINDS[kind], shape[0]
-    groups = found.read(raw.view(-1, found.num_bytes))
+    groups = _READ[kind](raw.view(-1, found.num_bytes))
     codes, scales = groups.codes.reshape(shape), groups.scales.reshape(rows, -1)
     if found.table is not None:
         table = torch.tensor(found.table, device=raw.device)
@@ -61,7 +48,7 @@ def expanded(blocks: Tensor, kind: str) -> Tensor:
     """blocks: uint8 [n, bytes] of type ``kind``, on any device. Their values, FP32 [n, size]:
     products are exact, a minimum is added with one rounding."""
     found = KINDS[kind]
-    groups = found.read(blocks)
+    groups = _READ[kind](blocks)
     codes = groups.codes.view(len(blocks), -1, found.group)
     if found.table is not None:
         values = torch.tensor(found.table, device=blocks.device)[codes.int()]
@@ -73,22 +60,6 @@ def expanded(blocks: Tensor, kind: str) -> Tensor:
     if groups.minimums is not None:
         values += groups.minimums[:, :, None]
     return values.flatten(1)
-
-
-def bytes_per_value(kinds: Collection[str]) -> float:
-    """Of packed weights of these types that are multiplied as one (``alike``); where some are of
-    tables, at most, as these are packed apart."""
-    if any(KINDS[kind].table for kind in kinds):
-        grids = {kind for kind in kinds if not KINDS[kind].table}
-        of_tables = max((4 + 32 / k.group) / 8 for k in KINDS.values() if k.table)
-        return max(of_tables, bytes_per_value(grids) if grids else 0.0)
-    found = [KINDS[kind] for kind in kinds]
-    zeros = {kind.zero for kind in found}
-    bits, group = max(kind.bits for kind in found), min(kind.group for kind in found)
-    apart = len(zeros) > 1 and bits < 8  # codes of 8 bits are moved to one zero
-    wide = apart or any(kind.endswith("_K") for kind in kinds)
-    numbers = 2 if 0 in zeros or apart else 1  # of a group: its scale, its minimum
-    return bits / 8 + (4 if wide else 2) * numbers / group
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -200,18 +171,17 @@ def _iq4_xs(blocks: Tensor) -> _Groups:
     return _Groups(codes.flatten(1), _half(blocks, 0).float() * factors)
 
 
-_IQ4 = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
-KINDS = {
-    "Q4_0": Kind(18, 32, 32, 4, 8, _q4_0),
-    "Q4_1": Kind(20, 32, 32, 4, 0, _q4_1),
-    "Q5_0": Kind(22, 32, 32, 8, 16, _q5_0),
-    "Q5_1": Kind(24, 32, 32, 8, 0, _q5_1),
-    "Q8_0": Kind(34, 32, 32, 8, 128, _q8_0),
-    "Q2_K": Kind(84, 256, 16, 2, 0, _q2_k),
-    "Q3_K": Kind(110, 256, 16, 3, 4, _q3_k),
-    "Q4_K": Kind(144, 256, 32, 4, 0, _q4_k),
-    "Q5_K": Kind(176, 256, 32, 8, 0, _q5_k),
-    "Q6_K": Kind(210, 256, 16, 8, 32, _q6_k),
-    "IQ4_NL": Kind(18, 32, 32, 4, 0, _iq4_nl, _IQ4),
-    "IQ4_XS": Kind(136, 256, 32, 4, 0, _iq4_xs, _IQ4),
+_READ: dict[str, Callable[[Tensor], _Groups]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }

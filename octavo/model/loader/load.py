@@ -23,16 +23,18 @@ from octavo.model.kv_cache import choose_cache_dtype
 from octavo.model.layer import Part
 from octavo.model.loader.dummy import DummySource
 from octavo.model.loader.gguf import GGUFSource
-from octavo.model.loader.gguf_groups import KINDS
+from octavo.model.loader.gguf_kinds import KINDS
+from octavo.model.loader.headers import read_safetensors
 from octavo.model.loader.kv_scales import settle_cache
 from octavo.model.loader.pickled import read_pickled
-from octavo.model.loader.safetensors import SafetensorsSource, read_safetensors
+from octavo.model.loader.safetensors import SafetensorsSource
 from octavo.model.loader.shards import Headers
 from octavo.model.loader.sizes import divided, wanted_by, weight_bytes
 from octavo.model.loader.source import WHOLE, Share, WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
 from octavo.model.shard import ALONE, TensorParallel
+from octavo.model.structure import structure_of
 from octavo.ops.weights import Weight
 from octavo.quant.scheme import read_scheme
 from octavo.types import ConfigError, Progress
@@ -78,7 +80,8 @@ def load_model(
         if num_stages > 1:
             whole = make()
             shares = check_complete(source, wanted_by(whole.parts()))
-            own = divided(whole, source, dtype, num_stages)[stage]
+            structure = structure_of(source.spec, rounding=quantization.rounding)
+            own = divided(structure, source, dtype.itemsize, device, num_stages)[stage]
         model = make(ranks, own)
         model.quantization = name
         model.reasons["dtype"] = reason
@@ -178,17 +181,16 @@ def load_weights(
     wanted = wanted_by(parts)
     if shares is None:
         shares = check_complete(source, wanted)
-    cuts = model.cuts()
-    kept = {
-        name: cuts[name].shape(shape) if name in cuts else shape for name, shape in wanted.items()
-    }
-    model.weight_bytes, model.linear_bytes = weight_bytes(model, source, kept, dtype)
+    structure = structure_of(model.spec, model.ranks.shard, model.stage, model.rounding)
+    model.weight_bytes, model.linear_bytes = weight_bytes(
+        structure, source, dtype.itemsize, model.device
+    )
     _check_free(model, source, most_bytes)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
     if model.rounding:
         ahead //= 8  # of dense weights, beside what becomes of them
     sizes = [
-        sum(source.bytes_packed({name: shape}, dtype) for name, shape in part.wanted())
+        sum(source.bytes_packed({name: shape}, dtype.itemsize) for name, shape in part.wanted())
         for part in parts
     ]
     total, done = sum(sizes), 0

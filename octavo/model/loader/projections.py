@@ -1,19 +1,21 @@
 """The quantized projections of a checkpoint: which stored tensors hold each, and the weight they
-mean."""
+mean. Never imports torch at module level."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from octavo.model.loader.shards import Headers, Stored
-from octavo.model.loader.source import StoredAs
-from octavo.ops.weights import Quantized
 from octavo.quant.format import CheckpointFormat
 from octavo.quant.scheme import Scheme
 from octavo.types import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.model.loader.source import StoredAs
+    from octavo.ops.weights import Quantized
 
 WEIGHT = ".weight"
 
@@ -29,9 +31,15 @@ class StoredProjections:
         self._stored = stored
         self._where = where
         self._left_out = left_out
+        self._found: dict[str, CheckpointFormat | None] = {}
 
     def format_of(self, name: str) -> CheckpointFormat | None:
         """Of the projection whose weight would be stored as ``name``; None: it is dense."""
+        if name not in self._found:
+            self._found[name] = self._format_of(name)
+        return self._found[name]
+
+    def _format_of(self, name: str) -> CheckpointFormat | None:
         if self._scheme is None or not name.endswith(WEIGHT):
             return None
         module = name.removesuffix(WEIGHT)

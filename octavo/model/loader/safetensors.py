@@ -1,17 +1,14 @@
 """Safetensors checkpoints (one file, shards with an index, several files without one), and files
 of other kinds whose tensors lie in them as plain bytes (``pickled``).
 
-Headers are read here (format: https://github.com/huggingface/safetensors), so that a fault is told
-before memory is taken. For a CPU data is memory-mapped; to a GPU ``loader.upload`` brings it.
+Their headers are read by ``loader.headers``. For a CPU data is memory-mapped; to a GPU
+``loader.upload`` brings it.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import mmap
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,19 +18,11 @@ from torch import Tensor
 
 from octavo.checkpoint.mapped import forget_read
 from octavo.model.families.family import Family
-from octavo.model.families.names import Place, find
-from octavo.model.loader.experts import Piece, StoredExperts
-from octavo.model.loader.projections import StoredProjections
-from octavo.model.loader.shards import (
-    Headers,
-    Stored,
-    check_apart,
-    check_place,
-    check_size,
-    read_checkpoint,
-    same_bytes,
-)
-from octavo.model.loader.source import WHOLE, Share, StoredAs
+from octavo.model.families.names import Place
+from octavo.model.loader.experts import Piece
+from octavo.model.loader.headers import StoredHeaders
+from octavo.model.loader.shards import Headers, Stored, same_bytes
+from octavo.model.loader.source import WHOLE, Share
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import DENSE, Quantization
 from octavo.model.spec import DecoderSpec
@@ -61,10 +50,9 @@ _CODES = {
 _KV_SCALE = re.compile(
     r".*\.(attn|self_attn|attention|[a-z]+_proj)\.([qkv]_scale|kv_scale|(prob_)?output_scale)"
 )
-_SINGLE, _PATTERN = "model.safetensors", "*.safetensors"
 
 
-class SafetensorsSource:
+class SafetensorsSource(StoredHeaders):
     def __init__(
         self,
         path: Path,
@@ -76,40 +64,12 @@ class SafetensorsSource:
     ) -> None:
         """``stored``: where each tensor's bytes are, in files of any kind that keeps them as they
         are. ``uploader``: to the device that is not the CPU."""
+        super().__init__(path, spec, family, stored, quantization.scheme)
         self.quantization = quantization
-        self.where = str(path)
-        self.spec = spec
-        self.names = family.hf_names
-        self._stored = stored
-        self._base = family.base
-        self._bare = not any(name.startswith(family.base) for name in self._stored)
-        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
-        self.dtype = _commonest(self._stored)
-        left_out = family.base if self._bare else ""
-        self._projections = StoredProjections(
-            quantization.scheme, self._stored, self.where, left_out
-        )
-        self._experts = StoredExperts(spec, family.experts, self._stored, left_out)
+        self.dtype = None if self.commonest is None else _DTYPES[self.commonest]
         self._uploader = uploader
         self._maps: dict[Path, mmap.mmap] = {}
         self._check_tied()
-
-    def expert_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-        return self._experts.pieces(name, shape)
-
-    def place(self, name: str) -> Place:
-        place = find(name, self.names)
-        return replace(place, name=place.name.removeprefix(self._base)) if self._bare else place
-
-    def count_groups(self) -> tuple[int, int]:
-        return 0, 0
-
-    def is_quantized(self, name: str) -> bool:
-        names = self._names_of(name, (0, 0))
-        return all(self._projections.format_of(stored) for stored in names)
-
-    def stored_as(self, name: str, shape: tuple[int, ...]) -> StoredAs:
-        return self._projections.stored_as(name, shape)
 
     def is_needless(self, name: str) -> bool:
         """Scales of the KV cache (``loader.kv_scales``), and biases, which AutoGPTQ gives every
@@ -126,21 +86,6 @@ class SafetensorsSource:
         tensor = self._stored[name]
         kind = _kind(tensor, name, _DTYPES)
         return self._copied(tensor, lambda x: x.view(kind).view(tensor.shape), dtype)
-
-    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-        return sum(self._bytes_of(name, shape, dtype) for name, shape in shapes.items())
-
-    def _bytes_of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Parts of a stored projection take their share of it."""
-        names = self._names_of(name, shape)
-        if len(shape) == 2 and all(map(self._projections.format_of, names)):
-            return self._projections.bytes_of(names[0], shape)
-        return math.prod(shape) * dtype.itemsize
-
-    def _names_of(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """Of the stored tensors that our tensor ``name`` would come from, were it dense."""
-        pieces = self.expert_pieces(name, shape)
-        return [piece.name for piece in pieces] or [self.place(name).name]
 
     def fetch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, share: Share = WHOLE
@@ -270,59 +215,3 @@ def _rows(tensor: Stored, first: int, shape: tuple[int, ...]) -> Stored:
     row = tensor.num_bytes // tensor.shape[0]
     offset, num_bytes = tensor.offset + first * row, shape[0] * row
     return replace(tensor, shape=shape, offset=offset, num_bytes=num_bytes)
-
-
-def _commonest(tensors: Mapping[str, Stored]) -> torch.dtype | None:
-    """Of what is dense, by bytes: norms are often kept in FP32 beside 16-bit matrices."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors.values():
-        if tensor.dtype in _DTYPES:
-            sizes[tensor.dtype] += tensor.num_bytes
-    return _DTYPES.get(sizes.most_common(1)[0][0]) if sizes else None
-
-
-def read_safetensors(directory: Path) -> dict[str, Stored]:
-    """Every stored tensor by name; {} where there is no safetensors file. Raises ConfigError for a
-    truncated or damaged file, and as ``read_checkpoint`` does."""
-    return read_checkpoint(directory, _SINGLE, _PATTERN, _read_header)
-
-
-def _read_header(file: Path) -> dict[str, Stored]:
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ConfigError(
-                    f"{file}: truncated: the header needs {length + 8} bytes, the file has {size}"
-                )
-            header = json.loads(stream.read(length), object_pairs_hook=_once)
-        header.pop("__metadata__", None)
-        tensors = {}
-        for name, entry in header.items():
-            low, high = entry["data_offsets"]
-            check_place(file, name, entry["dtype"], entry["shape"], entry["data_offsets"])
-            tensors[name] = Stored(
-                file, entry["dtype"], tuple(entry["shape"]), 8 + length + low, high - low
-            )
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{file}: not a safetensors file: damaged header ({error})") from error
-    for name, stored in tensors.items():
-        check_size(name, stored)
-    check_apart(file, tensors)
-    end = max((t.offset + t.num_bytes for t in tensors.values()), default=0)
-    if end > size:
-        raise ConfigError(
-            f"{file}: truncated: {size} bytes, its tensors need {end}; download it again"
-        )
-    return tensors
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is in it twice")
-    return found

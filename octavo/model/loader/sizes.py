@@ -1,20 +1,28 @@
 """What weights take in memory, from a checkpoint's headers alone: of a model, of each of its
-layers, and how layers are divided among pipeline stages."""
+layers, and how layers are divided among pipeline stages. Never imports torch."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from octavo.model.decoder import Model
-from octavo.model.layer import Part
-from octavo.model.loader.source import WeightSource
 from octavo.model.stages import Stage, divide
+from octavo.model.structure import Group, Structure
+
+if TYPE_CHECKING:
+    from octavo.model.layer import Part
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Stored(Protocol):
+    """What counting asks of a ``source.WeightSource``."""
+
+    def is_quantized(self, name: str) -> bool: ...
+
+    def bytes_packed(self, shapes: Shapes, itemsize: int) -> int: ...
 
 
 def wanted_by(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
@@ -29,28 +37,29 @@ def wanted_by(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
 
 
 def weight_bytes(
-    model: Model, source: WeightSource, wanted: Shapes, dtype: torch.dtype
+    structure: Structure, source: Stored, itemsize: int, device: str
 ) -> tuple[int, int]:
-    """What the weights take in memory once they are packed: all, and the layers' matrices.
-    ``wanted``: the shapes of what this rank keeps."""
+    """What a rank's weights take in memory once they are packed: all, and the layers' matrices.
+    ``itemsize``: bytes of a number that is computed with; ``device``: "cpu", "cuda"."""
     size = of_layers = 0
-    for name, taken in _groups(model, source, wanted, dtype):
+    for name, is_matrix, taken in _groups(structure, source, itemsize, device):
         size += taken
-        if name.startswith("layers.") and len(wanted[name]) > 1:
+        if name.startswith("layers.") and is_matrix:
             of_layers += taken
-    if "embed.weight" in wanted:
-        size += _embedding_bytes(model, source, wanted["embed.weight"], dtype, model.stage)
+    if structure.embedding is not None:
+        size += _embedding_bytes(structure, structure.stage, source, itemsize, device)
     return size, of_layers
 
 
-def divided(model: Model, source: WeightSource, dtype: torch.dtype, count: int) -> list[Stage]:
+def divided(
+    structure: Structure, source: Stored, itemsize: int, device: str, count: int
+) -> list[Stage]:
     """The ``count`` pipeline stages of a model, balanced by what their weights take: the same for
-    every rank. ``model``: whole, with nothing loaded; the checkpoint is complete. Raises
-    ConfigError for more stages than layers."""
-    wanted = wanted_by(model.parts())
+    every rank. ``structure``: of the whole model; the checkpoint is complete. Raises ConfigError
+    for more stages than layers."""
     of_layers: Counter[int] = Counter()
     ends: Counter[str] = Counter()
-    for name, taken in _groups(model, source, wanted, dtype):
+    for name, _, taken in _groups(structure, source, itemsize, device):
         end, *rest = name.split(".")
         if end == "layers":
             of_layers[int(rest[0])] += taken
@@ -59,51 +68,51 @@ def divided(model: Model, source: WeightSource, dtype: torch.dtype, count: int) 
     first, last = ends["positions"] + ends["embed_in"], ends["head"] + ends["norm"]
     last += ends["embed_out"]
     if count > 1:
-        shape = wanted["embed.weight"]
-        first += _embedding_bytes(model, source, shape, dtype, Stage(0, 2, 0, 0))
-        if model.spec.embedding.tied:
-            last += _embedding_bytes(model, source, shape, dtype, Stage(1, 2, 0, 0))
-    sizes = [of_layers[index] for index in range(len(model.spec.layers))]
+        first += _embedding_bytes(structure, Stage(0, 2, 0, 0), source, itemsize, device)
+        if structure.spec.embedding.tied:
+            last += _embedding_bytes(structure, Stage(1, 2, 0, 0), source, itemsize, device)
+    sizes = [of_layers[index] for index in range(len(structure.spec.layers))]
     return divide(sizes, first, last, count)
 
 
 def _groups(
-    model: Model, source: WeightSource, wanted: Shapes, dtype: torch.dtype
-) -> Iterator[tuple[str, int]]:
-    """(one of its tensors, bytes) of each weight: what is fused is one. Without the embedding's."""
-    linears = [*(x for layer in model.layers for x in layer.linears()), *model.embedding.linears()]
-    groups = [([f"{name}.weight" for name, _ in x.parts], x.is_rounded) for x in linears]
-    fused = {name for names, _ in groups for name in names}
-    for name in sorted(set(wanted) - fused - {"embed.weight"}):
-        is_expert = ".experts." in name and len(wanted[name]) == 2
-        groups.append(([name], is_expert and model.rounding is not None))
-    expanded = _expanded(model, wanted)
-    for names, is_rounded in groups:
-        shapes = {name: wanted[name] for name in names}
-        if expanded.issuperset(names):
-            taken = sum(map(math.prod, shapes.values())) * dtype.itemsize
-        elif is_rounded and not any(map(source.is_quantized, names)):
-            assert model.rounding is not None
-            taken = sum(model.rounding.bytes_of(*shape) for shape in shapes.values())
-        elif len({source.is_quantized(name) for name in names}) == 1:
-            taken = source.bytes_packed(shapes, dtype)
-        else:  # packed apart
-            taken = sum(source.bytes_packed({name: shapes[name]}, dtype) for name in names)
-        yield names[0], taken
+    structure: Structure, source: Stored, itemsize: int, device: str
+) -> Iterator[tuple[str, bool, int]]:
+    """(one of its tensors, whether that is a matrix, bytes) of each weight: what is fused is one.
+    Without the embedding's."""
+    for group in structure.groups:
+        shapes = group.kept
+        name = next(iter(shapes))
+        taken = group_bytes(group, shapes, source, itemsize, device)
+        yield name, len(shapes[name]) > 1, taken * group.count
+
+
+def group_bytes(group: Group, shapes: Shapes, source: Stored, itemsize: int, device: str) -> int:
+    # Experts in FP32 are expanded on a GPU.
+    if group.is_dense or (group.is_expert and device != "cpu" and itemsize == 4):
+        return sum(map(math.prod, shapes.values())) * itemsize
+    are_quantized = [source.is_quantized(name) for name in shapes] if len(shapes) > 1 else []
+    if group.rounding is not None and not any(are_quantized or map(source.is_quantized, shapes)):
+        return sum(group.rounding.bytes_of(*shape) for shape in shapes.values())
+    if len(set(are_quantized)) <= 1:
+        return source.bytes_packed(shapes, itemsize)
+    return sum(source.bytes_packed({name: shapes[name]}, itemsize) for name in shapes)  # apart
 
 
 def _embedding_bytes(
-    model: Model, source: WeightSource, shape: tuple[int, ...], dtype: torch.dtype, stage: Stage
+    structure: Structure, stage: Stage, source: Stored, itemsize: int, device: str
 ) -> int:
     """The embedding's weight in a stage that reads its rows, that multiplies with it (a tied head),
     or does both."""
-    on_cpu = model.device == "cpu"
+    shape = structure.embedding
+    assert shape is not None
+    on_cpu = device == "cpu"
     is_quantized = source.is_quantized("embed.weight")
-    dense = math.prod(shape) * dtype.itemsize
-    packed = source.bytes_packed({"embed.weight": shape}, dtype)
-    if not (stage.is_last and model.spec.embedding.tied):
+    dense = math.prod(shape) * itemsize
+    packed = source.bytes_packed({"embed.weight": shape}, itemsize)
+    if not (stage.is_last and structure.spec.embedding.tied):
         return packed if on_cpu else dense  # on a GPU rows are read from an expanded copy
-    rounding = None if is_quantized else model.embedding.head.rounding
+    rounding = None if is_quantized else structure.head_rounding
     head = rounding.bytes_of(*shape) if rounding else packed
     if not stage.is_first or (is_quantized and on_cpu):  # rows are read from the head's
         return head
@@ -111,16 +120,3 @@ def _embedding_bytes(
     if not (is_quantized or packs or rounding):
         return dense  # the same tensor
     return dense + head
-
-
-def _expanded(model: Model, wanted: Shapes) -> set[str]:
-    """Those of ``wanted`` that are dense in memory however they are stored: of routers, what latent
-    attention absorbs, and a GPU's experts in FP32."""
-    linears = (linear for layer in model.layers for linear in layer.linears())
-    exact = [linear for linear in linears if linear.exact is not None]
-    found = {f"{name}.weight" for linear in exact for name, _ in linear.parts}
-    in_fp32 = model.device != "cpu" and model.dtype == torch.float32
-    for name in wanted:
-        if name.endswith(".kv_up.weight") or (in_fp32 and ".experts." in name):
-            found.add(name)
-    return found

@@ -1,20 +1,23 @@
-"""Where weights come from: what every kind of checkpoint offers to the loader."""
+"""Where weights come from: what every kind of checkpoint offers to the loader. Never imports torch
+at module level."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from octavo.model.families.names import HARMLESS, Names, Place, place_of
 from octavo.model.loader.experts import Piece
-from octavo.model.quantization import Quantization
 from octavo.model.spec import DecoderSpec
-from octavo.ops.weights import Weight
 from octavo.types import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.model.quantization import Quantization
+    from octavo.ops.weights import Weight
 
 _HARMLESS = re.compile("|".join(HARMLESS))
 # Stored names -> the shapes that each may have; -1 is any length.
@@ -84,8 +87,9 @@ class WeightSource(Protocol):
     def is_needless(self, name: str) -> bool:
         """Whether a stored tensor that nothing wants may be left out all the same."""
 
-    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-        """What our tensors of these names and shapes take, fused into one linear's weight."""
+    def bytes_packed(self, shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
+        """What our tensors of these names and shapes take, fused into one linear's weight.
+        ``itemsize``: of a number where they are dense."""
 
     def fetch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, share: Share = WHOLE
