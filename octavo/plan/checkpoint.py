@@ -14,6 +14,7 @@ from octavo.model.facts import build_spec, gguf_config, is_gguf, merged, read_co
 from octavo.model.families.catalogue import family_of
 from octavo.model.families.family import Family
 from octavo.model.loader.headers import GGUFHeaders, StoredHeaders, read_safetensors
+from octavo.model.loader.sizes import Computing
 from octavo.model.quantization import Quantization, how_kept
 from octavo.model.spec import DecoderSpec
 from octavo.quant.scheme import Scheme, read_scheme
@@ -44,6 +45,10 @@ class Checkpoint:
     @property
     def itemsize(self) -> int:
         return ITEMSIZES[self.dtype]
+
+    def computing(self, device: str) -> Computing:
+        packs = device == "cpu" and cpu_packs(self.dtype)
+        return Computing(self.itemsize, device, packs)
 
     def alike(self, prefix: str, count: int) -> list[tuple[int, int]]:
         """Which experts of a layer are stored differently, and how many are as each (see
@@ -117,6 +122,12 @@ def choose_dtype(asked: str, device: str, stored: str | None) -> str:
         found = _STORED.get(stored or "", "")
         return found if found in ("bfloat16", "float16") else "bfloat16"
     return "bfloat16" if cpu_has_bf16() else "float32"
+
+
+def cpu_packs(dtype: str) -> bool:
+    """Whether octavo's kernels for this CPU take dense weights of that type: as
+    ``ops.native.linear.DENSE`` says, without torch."""
+    return dtype == "float32" or (dtype == "bfloat16" and cpu_has_bf16())
 
 
 def cpu_has_bf16() -> bool:

@@ -71,17 +71,16 @@ def ranks_of(
     ConfigError, naming what cannot be divided, where the model cannot be spread so."""
     spec, rounding = checkpoint.spec, checkpoint.quantization.rounding
     check_divisible(spec, tensor_size, pipeline_size)
-    stages = [all_layers(len(spec.layers))]
+    stages, computing = [all_layers(len(spec.layers))], checkpoint.computing(device)
     if pipeline_size > 1:
         whole = structure_of(spec, rounding=rounding, alike=checkpoint.alike)
-        itemsize = checkpoint.itemsize
-        stages = divided(whole, checkpoint.stored, itemsize, device, pipeline_size)
+        stages = divided(whole, checkpoint.stored, computing, pipeline_size)
     found = []
     for stage in stages:
         for index in range(tensor_size if all_ranks else 1):
             shard = Shard(index, tensor_size)
             structure = structure_of(spec, shard, stage, rounding, checkpoint.alike)
-            size, _ = weight_bytes(structure, checkpoint.stored, checkpoint.itemsize, device)
+            size, _ = weight_bytes(structure, checkpoint.stored, computing)
             kv_block = _kv_block(checkpoint, config, structure, shard, device)
             found.append(Rank(shard, structure, size, kv_block))
     return found

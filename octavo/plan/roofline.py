@@ -87,7 +87,7 @@ def work_of(checkpoint: Checkpoint, rank: Rank) -> Work:
     head = 0
     for group in rank.structure.groups:
         shapes = group.kept
-        size = group_bytes(group, shapes, checkpoint.stored, checkpoint.itemsize, "cuda")
+        size = group_bytes(group, shapes, checkpoint.stored, checkpoint.computing("cuda"))
         numbers = _numbers(group)
         if group.is_expert:
             experts += size * group.count

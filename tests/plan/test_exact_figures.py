@@ -56,6 +56,8 @@ def of_experts(name: str) -> Callable[[Path], Path]:
 STARTS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "llama, FP32": (family("Llama"), {}),
     "llama, BF16": (family("Llama"), {"dtype": "bfloat16"}),
+    "llama, tied, BF16": (family("Llama", tie_word_embeddings=True), {"dtype": "bfloat16"}),
+    "llama, tied, FP16": (family("Llama", tie_word_embeddings=True), {"dtype": "float16"}),
     "llama, INT8 while loading": (family("Llama"), {"quantization": "int8"}),
     "llama, FP8 while loading": (family("Llama"), {"quantization": "fp8"}),
     "llama, INT8 cache": (family("Llama"), {"kv_cache_dtype": "int8"}),

@@ -29,7 +29,7 @@ from octavo.model.loader.kv_scales import settle_cache
 from octavo.model.loader.pickled import read_pickled
 from octavo.model.loader.safetensors import SafetensorsSource
 from octavo.model.loader.shards import Headers
-from octavo.model.loader.sizes import divided, wanted_by, weight_bytes
+from octavo.model.loader.sizes import Computing, divided, wanted_by, weight_bytes
 from octavo.model.loader.source import WHOLE, Share, WeightSource, check_complete
 from octavo.model.loader.upload import Uploader
 from octavo.model.quantization import choose_quantization
@@ -81,7 +81,7 @@ def load_model(
             whole = make()
             shares = check_complete(source, wanted_by(whole.parts()))
             structure = structure_of(source.spec, rounding=quantization.rounding)
-            own = divided(structure, source, dtype.itemsize, device, num_stages)[stage]
+            own = divided(structure, source, _computing(whole), num_stages)[stage]
         model = make(ranks, own)
         model.quantization = name
         model.reasons["dtype"] = reason
@@ -94,6 +94,11 @@ def load_model(
         if quantization.scheme and quantization.scheme.notes:
             model.reasons["checkpoint"] = "; ".join(quantization.scheme.notes)
     return model
+
+
+def _computing(model: Model) -> Computing:
+    packs = model.device == "cpu" and model.implementations["linear"] == "native"
+    return Computing(model.dtype.itemsize, model.device, packs)
 
 
 def _check_inputs(model: Model, config: ModelConfig) -> None:
@@ -182,9 +187,7 @@ def load_weights(
     if shares is None:
         shares = check_complete(source, wanted)
     structure = structure_of(model.spec, model.ranks.shard, model.stage, model.rounding)
-    model.weight_bytes, model.linear_bytes = weight_bytes(
-        structure, source, dtype.itemsize, model.device
-    )
+    model.weight_bytes, model.linear_bytes = weight_bytes(structure, source, _computing(model))
     _check_free(model, source, most_bytes)
     ahead = 0 if model.device == "cpu" else BYTES_AHEAD
     if model.rounding:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.model.stages import Stage, divide
@@ -25,6 +26,21 @@ class Stored(Protocol):
     def bytes_packed(self, shapes: Shapes, itemsize: int) -> int: ...
 
 
+@dataclass(frozen=True)
+class Computing:
+    """What becomes of weights. ``itemsize``: bytes of a number that is computed with; ``device``:
+    "cpu", "cuda"; ``packs``: a CPU's kernels take copies of dense matrices in an order of their
+    own, so that a tied head is not the embedding itself."""
+
+    itemsize: int
+    device: str
+    packs: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+
 def wanted_by(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
     """Our tensors that the parts are made of, and their shapes."""
     wanted: dict[str, tuple[int, ...]] = {}
@@ -36,30 +52,25 @@ def wanted_by(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
     return wanted
 
 
-def weight_bytes(
-    structure: Structure, source: Stored, itemsize: int, device: str
-) -> tuple[int, int]:
-    """What a rank's weights take in memory once they are packed: all, and the layers' matrices.
-    ``itemsize``: bytes of a number that is computed with; ``device``: "cpu", "cuda"."""
+def weight_bytes(structure: Structure, source: Stored, computing: Computing) -> tuple[int, int]:
+    """What a rank's weights take in memory once they are packed: all, and the layers' matrices."""
     size = of_layers = 0
-    for name, is_matrix, taken in _groups(structure, source, itemsize, device):
+    for name, is_matrix, taken in _groups(structure, source, computing):
         size += taken
         if name.startswith("layers.") and is_matrix:
             of_layers += taken
     if structure.embedding is not None:
-        size += _embedding_bytes(structure, structure.stage, source, itemsize, device)
+        size += _embedding_bytes(structure, structure.stage, source, computing)
     return size, of_layers
 
 
-def divided(
-    structure: Structure, source: Stored, itemsize: int, device: str, count: int
-) -> list[Stage]:
+def divided(structure: Structure, source: Stored, computing: Computing, count: int) -> list[Stage]:
     """The ``count`` pipeline stages of a model, balanced by what their weights take: the same for
     every rank. ``structure``: of the whole model; the checkpoint is complete. Raises ConfigError
     for more stages than layers."""
     of_layers: Counter[int] = Counter()
     ends: Counter[str] = Counter()
-    for name, _, taken in _groups(structure, source, itemsize, device):
+    for name, _, taken in _groups(structure, source, computing):
         end, *rest = name.split(".")
         if end == "layers":
             of_layers[int(rest[0])] += taken
@@ -68,28 +79,29 @@ def divided(
     first, last = ends["positions"] + ends["embed_in"], ends["head"] + ends["norm"]
     last += ends["embed_out"]
     if count > 1:
-        first += _embedding_bytes(structure, Stage(0, 2, 0, 0), source, itemsize, device)
+        first += _embedding_bytes(structure, Stage(0, 2, 0, 0), source, computing)
         if structure.spec.embedding.tied:
-            last += _embedding_bytes(structure, Stage(1, 2, 0, 0), source, itemsize, device)
+            last += _embedding_bytes(structure, Stage(1, 2, 0, 0), source, computing)
     sizes = [of_layers[index] for index in range(len(structure.spec.layers))]
     return divide(sizes, first, last, count)
 
 
 def _groups(
-    structure: Structure, source: Stored, itemsize: int, device: str
+    structure: Structure, source: Stored, computing: Computing
 ) -> Iterator[tuple[str, bool, int]]:
     """(one of its tensors, whether that is a matrix, bytes) of each weight: what is fused is one.
     Without the embedding's."""
     for group in structure.groups:
         shapes = group.kept
         name = next(iter(shapes))
-        taken = group_bytes(group, shapes, source, itemsize, device)
+        taken = group_bytes(group, shapes, source, computing)
         yield name, len(shapes[name]) > 1, taken * group.count
 
 
-def group_bytes(group: Group, shapes: Shapes, source: Stored, itemsize: int, device: str) -> int:
+def group_bytes(group: Group, shapes: Shapes, source: Stored, computing: Computing) -> int:
+    itemsize = computing.itemsize
     # Experts in FP32 are expanded on a GPU.
-    if group.is_dense or (group.is_expert and device != "cpu" and itemsize == 4):
+    if group.is_dense or (group.is_expert and not computing.on_cpu and itemsize == 4):
         return sum(map(math.prod, shapes.values())) * itemsize
     are_quantized = [source.is_quantized(name) for name in shapes] if len(shapes) > 1 else []
     if group.rounding is not None and not any(are_quantized or map(source.is_quantized, shapes)):
@@ -100,13 +112,13 @@ def group_bytes(group: Group, shapes: Shapes, source: Stored, itemsize: int, dev
 
 
 def _embedding_bytes(
-    structure: Structure, stage: Stage, source: Stored, itemsize: int, device: str
+    structure: Structure, stage: Stage, source: Stored, computing: Computing
 ) -> int:
     """The embedding's weight in a stage that reads its rows, that multiplies with it (a tied head),
     or does both."""
     shape = structure.embedding
     assert shape is not None
-    on_cpu = device == "cpu"
+    on_cpu, itemsize = computing.on_cpu, computing.itemsize
     is_quantized = source.is_quantized("embed.weight")
     dense = math.prod(shape) * itemsize
     packed = source.bytes_packed({"embed.weight": shape}, itemsize)
@@ -116,7 +128,6 @@ def _embedding_bytes(
     head = rounding.bytes_of(*shape) if rounding else packed
     if not stage.is_first or (is_quantized and on_cpu):  # rows are read from the head's
         return head
-    packs = on_cpu and model.implementations["linear"] == "native"
-    if not (is_quantized or packs or rounding):
+    if not (is_quantized or computing.packs or rounding):
         return dense  # the same tensor
     return dense + head
